@@ -1,7 +1,7 @@
-"""The emulated runtime as Python calls it: a few AscendCL functions and the ones that it offers to op kernels.
+"""Python bindings of the emulated runtime: AscendCL functions, and functions for op kernels.
 
-Errors read as torch_npu's own do ("NPU function error: aclrtSynchronizeStream, error code is 107027"), because the same
-user meets the same text on the real device.
+Errors copy torch_npu's format ("NPU function error: aclrtSynchronizeStream, error code is 107027"), so a user meets the
+text of the real device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 NOT_ON_CAPTURED_STREAM, STREAM_CAPTURED, CANNOT_UPDATE, KERNEL_FAILED = 107030, 107027, 207019, 507015
-# what emulator_acquire answers
+# results of emulator_acquire
 IDLE, HELD_UP, CAPTURING, UPDATING = range(4)
 
 EXECUTE = ctypes.CFUNCTYPE(c_int, c_uint64, c_int, c_int)
@@ -45,7 +45,7 @@ for _name, _result, _arguments in (
 
 
 class DeviceError(RuntimeError):
-    """What torch_npu raises when an AscendCL function returns an error code."""
+    """An AscendCL function returned an error code; torch_npu raises the same error."""
 
     def __init__(self, function: str, code: int, message: str) -> None:
         super().__init__(
@@ -61,12 +61,12 @@ def check(function: str, code: int) -> None:
 
 
 def refuse(stream: int, function: str, code: int, sentence: str) -> None:
-    """Something was asked for that cannot be captured: the capture of `stream` is broken and DeviceError raised."""
+    """Breaks the capture of `stream` and raises DeviceError: a graph cannot hold the operation."""
     check(function, library.emulator_refuse(stream, code, sentence.encode()))
 
 
 def block_of(address: int) -> tuple[int, int, bool] | None:
-    """Start, size, and whether it was allocated during a capture, of the device allocation that holds `address`."""
+    """Start and size of the device allocation that holds `address`, and True if a capture allocated it."""
     base, size, captured = c_uint64(), c_uint64(), c_int()
     if not library.emulator_block(address, byref(base), byref(size), byref(captured)):
         return None

@@ -1,6 +1,6 @@
-"""Make this process's torch_npu an emulated Ascend 910B. Runs once, right after torch_npu was imported.
+"""Turns this process's torch_npu into an emulated Ascend 910B, right after torch_npu is imported.
 
-`launch.py` arranges that; nothing else should import this module.
+The .pth file of the environment imports this module (`prepare.py`); import it nowhere else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ascend_emulator import pyacl, settings, triton_launches
 
 
 def boot(_module: ModuleType | None = None) -> None:
-    """Puts kernels, graphs and op contracts in place. Needs the stub libraries on LD_LIBRARY_PATH."""
+    """Installs kernels, graphs and op contracts. Needs the stub libraries on LD_LIBRARY_PATH."""
     from ascend_emulator import context, defects, device, graphs, memory, storage
 
     context.set_default(
@@ -39,7 +39,7 @@ def boot(_module: ModuleType | None = None) -> None:
 
 
 def boot_custom_operators(_module: ModuleType) -> None:
-    """vllm-ascend's own operators exist once its extension module is loaded."""
+    """Installs kernels for vllm-ascend's own operators, which exist once its extension module is loaded."""
     from ascend_emulator import device
 
     device.install(("_C_ascend",))
@@ -73,7 +73,7 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Loader(importlib.abc.Loader):
-    """The real loader, and then a function."""
+    """Runs the real loader, then a function."""
 
     def __init__(self, loader: Any, after: Callable[[ModuleType], None]) -> None:
         self.loader, self.after = loader, after
@@ -90,7 +90,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds what the others find, and hooks the modules of AFTER_IMPORT."""
+    """Finds modules as the other finders do, and hooks the modules of AFTER_IMPORT."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -106,7 +106,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def hook() -> None:
-    """Called by the .pth file of the emulated environment on the emulated machine."""
+    """Entry point of the environment's .pth file on the emulated machine."""
     pyacl.provide()
     triton_launches.provide()
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):

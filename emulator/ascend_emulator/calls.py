@@ -1,9 +1,8 @@
-"""One operator call: run now, checked without running, or kept to be run later.
+"""One operator call: run at once, only checked, or kept for later.
 
-A call that is captured into a graph, or queued behind a stream that is held up, does not run when it is made. Its
-contract is checked and its outputs are allocated (the real host code does both), and what the device needs is kept:
-addresses, sizes and strides of device tensors, and a copy of every host argument, because the real launch copies host
-arguments too. Running it later reads the addresses as they are then.
+A call that is captured into a graph, or queued behind a blocked stream, runs later. At the launch its contract is
+checked and its outputs are allocated, as the real host code does. It keeps addresses, sizes and strides of device
+tensors, and copies of host arguments, as a real launch does. A later run reads what the addresses hold then.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A device tensor as a launched kernel knows it. `owner` tells whether the tensor's storage is still alive."""
+    """A device tensor as a launched kernel knows it. `owner` shows if the tensor's storage is still alive."""
 
     address: int
     size: tuple[int, ...]
@@ -53,7 +52,7 @@ class TensorRef:
 
 
 def convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with every tensor in it (lists and tuples are searched) changed."""
+    """Applies `change` to every tensor in `value`; searches lists and tuples."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list):
@@ -72,7 +71,7 @@ def leaves(value: Any, kind: type = torch.Tensor) -> Iterator[Any]:
 
 
 class Aliases:
-    """CPU views of the device tensors of one call, and the way back from results."""
+    """CPU views of one call's device tensors, and the map from results back to operands."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[torch.Tensor, Any]] = []
@@ -98,9 +97,9 @@ class Aliases:
 
 
 class Scratch:
-    """Stand-ins for device tensors, zero everywhere, for finding out what a call returns without running it.
+    """All-zero stand-ins for device tensors, to find out a call's results without running it.
 
-    Tensors that share memory share it here too. The pages are never touched unless written, so size costs nothing.
+    Tensors that share memory share it here too. Untouched pages are free, so the size does not matter.
     """
 
     def __init__(self) -> None:
@@ -128,7 +127,7 @@ class Scratch:
 
 @dataclass
 class Operation:
-    """An operator of the dispatcher and what is known about it."""
+    """An operator of the dispatcher with its properties."""
 
     name: str  # with namespace and overload
     function: Callable[..., Any]  # works on CPU tensors
@@ -142,12 +141,12 @@ class Operation:
         return list(leaves(found))
 
     def workspace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Bytes of device memory that a call takes beside its operands, as far as that is modelled."""
+        """Bytes of device memory that a call takes in addition to its operands, as far as modelled."""
         ask = getattr(self.function, "workspace", None)
         return ask(*args, **kwargs) if ask is not None else 0
 
     def traffic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.Traffic | None:
-        """What is moved, where operands do not tell; None where they do."""
+        """Bytes moved, where they do not follow from the operands; None where they do."""
         measure = getattr(self.function, "traffic", None)
         if measure is not None:
             return measure(*args, **kwargs)
@@ -156,7 +155,7 @@ class Operation:
 
 @dataclass
 class Call:
-    """A call that waits to be run: in a graph as often as it is replayed, in a queue once."""
+    """A call to run later: once from a queue, at each replay from a graph."""
 
     operation: Operation
     args: tuple[Any, ...]

@@ -4,8 +4,8 @@
     ascend-emulate --cann 8.3.rc2 --devices 2 --trace trace.jsonl -- python my_script.py
     ascend-emulate --stack 9.1 -- vllm serve MODEL
 
-What the real device refuses is refused here, with its errors and the number of the rule.
-Its first run compiles what takes CANN's place, which needs g++.
+Calls that a real device refuses fail here with its errors and the number of the rule.
+The first run compiles the stand-ins for CANN's libraries, which needs g++.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ascend_emulator.launch import GIB, EmulationError, Machine, environment, fi
 from ascend_emulator.prepare import prepare
 from ascend_emulator.stacks import CANN_VERSIONS, NAMES, STACKS, below, named
 
-# Bytes that a card has for processes: a "64 GB" one 62 420 MiB, "total memory" in the logs of vllm-ascend's servers
-# (its issues 4037, of a 910B1, 4404, 6250).
+# Bytes that a "64 GB" card has for processes: 62 420 MiB, "total memory" in logs of vllm-ascend's servers (its issues
+# 4037, of a 910B1, 4404, 6250).
 MEMORY = {"910B3": 65_452_113_920}
 
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--card",
         choices=sorted(MEMORY),
-        help="as much memory as this card reports, for arithmetic: what is allocated of it is taken of this machine",
+        help="report as much memory as this card has; allocations still take this machine's memory",
     )
     parser.add_argument(
         "--trace", type=Path, help="write every device op, copy and synchronisation there, as JSON lines"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replaces this process by the command; returns only when it cannot be found."""
+    """Replaces this process by the command; returns only if the program is not found."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise EmulationError("there is nothing to run. For example: ascend-emulate -- python -c 'import torch_npu'")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "ascend-emulate") -> int:
-    """2: what was asked for cannot be emulated; otherwise the command takes this process's place."""
+    """Returns 2 if the request cannot be emulated; otherwise the command takes this process's place."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     add_arguments(parser)
     try:

@@ -1,7 +1,7 @@
-"""What an operator needs to know about the machine it runs on: CANN version, strictness, device, formats, capture.
+"""The machine that an operator runs on: CANN version, strictness, device, formats, capture.
 
-Kernels ask `current()`; the emulator sets one context per process (`set_default`) and may override it for a stretch of
-code (`use`), for example while a graph is being captured.
+Kernels ask `current()`. The emulator sets one context per process (`set_default`); `use` overrides it for a block, for
+example during a capture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMAT_FRACTAL_NZ = 29
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that hardware would not have reported: an undefined result outside strict mode, or a warning."""
+    """An event that hardware would not report: an undefined result outside strict mode, or a warning."""
 
     rule: int
     op: str
@@ -48,18 +48,18 @@ class OpContext:
     """The machine as one operator call sees it.
 
     cann: one of CANN_VERSIONS; decides which rules hold and which operators exist (torch_npu 2.7.1 up to 8.3).
-    strict: results that hardware leaves undefined raise; otherwise the outputs concerned are filled with NaN.
-    capturing: the call is recorded into a graph, so whatever reads device memory on the host is refused.
-    execute: False checks what the host can check and returns poisoned outputs: no tensor value is read or written.
-    diagnostic_fp32: float32 stands in for bfloat16 wherever bfloat16 is demanded, and nothing is rounded to bfloat16.
+    strict: undefined results raise; otherwise the outputs concerned are filled with NaN.
+    capturing: the call is recorded into a graph, so host reads of device memory are refused.
+    execute: False runs the host's checks and returns poisoned outputs: reads and writes no tensor value.
+    diagnostic_fp32: float32 is accepted for bfloat16, and nothing is rounded to bfloat16.
     tnd_max_workspace: let `_npu_fused_infer_attention_score*_get_max_workspace` answer for TND on CANN 8.3 (R37).
-    defects: known defects of CANN that are computed (emulator/defects.py).
-    is_device, format_of: whether a tensor lives on the emulated device, and its storage format (2 ND, 29 FRACTAL_NZ).
-    set_format: told by npu_format_cast.
-    is_whole: whether a FRACTAL_NZ tensor is all of its storage; None judges by the tensor's own storage, which aliases
-        into a larger block of device memory must not.
-    bytes_behind: how many bytes of a tensor's own allocation lie behind its last element.
-    findings: what was seen and not raised, in order.
+    defects: known defects of CANN to compute (emulator/defects.py).
+    is_device, format_of: True for a tensor on the emulated device, and its storage format (2 ND, 29 FRACTAL_NZ).
+    set_format: npu_format_cast calls it.
+    is_whole: True if a FRACTAL_NZ tensor fills its storage; None judges by the tensor's own storage, which is wrong
+        for an alias into a larger block of device memory.
+    bytes_behind: bytes of a tensor's own allocation after its last element.
+    findings: events that did not raise, in order.
     """
 
     cann: str = "8.3.rc1"
@@ -85,11 +85,11 @@ class OpContext:
         return self.cann.startswith("8.3")
 
     def stands_for(self, dtype: torch.dtype, wanted: torch.dtype) -> bool:
-        """Whether `dtype` may be passed where `wanted` is demanded."""
+        """True if `dtype` may be passed where `wanted` is required."""
         return dtype == wanted or (self.diagnostic_fp32 and wanted == torch.bfloat16 and dtype == torch.float32)
 
     def rounded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`tensor` as it looks after the kernel's intermediate rounding to `dtype`; nothing in diagnostic mode."""
+        """`tensor` after the kernel's intermediate rounding to `dtype`; unchanged in diagnostic mode."""
         if self.diagnostic_fp32 and dtype in (torch.bfloat16, torch.float32):
             return tensor
         return tensor.to(dtype)
@@ -104,7 +104,7 @@ def current() -> OpContext:
 
 
 def set_default(context: OpContext) -> None:
-    """The context of every thread that has not entered `use`."""
+    """Sets the context of every thread that has not entered `use`."""
     global _default
     _default = context
 

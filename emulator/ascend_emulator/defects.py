@@ -1,7 +1,7 @@
-"""Known defects of CANN that give wrong numbers, to be computed on demand: what a check must notice is shown to it.
+"""Known defects of CANN that give wrong numbers, computed on demand to show that checks catch them.
 
-Each follows from a published change of CANN's sources. Whether a shipped binary has it, no source says. Off by default;
-`ascend-emulate --defect NAME` switches one on, and nothing else changes.
+Each follows from a published change of CANN's sources; no source says which binaries have it. Off by default;
+`ascend-emulate --defect NAME` switches one on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFECTS = {
 
 
 def checked(names: Iterable[str]) -> frozenset[str]:
-    """The names as a set; raises EmulatorError for one that is not known."""
+    """The names as a set. Raises EmulatorError for an unknown name."""
     found = frozenset(names)
     if unknown := sorted(found - DEFECTS.keys()):
         raise EmulatorError(f"the emulated 910B has no defect {', '.join(unknown)}; known: {', '.join(DEFECTS)}")

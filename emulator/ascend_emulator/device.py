@@ -1,12 +1,12 @@
-"""The kernels of the emulated device: every PrivateUse1 kernel of torch_npu that would launch something is replaced.
+"""Kernels of the emulated device: they replace every PrivateUse1 kernel of torch_npu that would launch something.
 
-Tensors keep torch_npu's own allocation, views and metadata. `aten` operators run the CPU kernel on aliases of the
-operands; operators of torch_npu, ATB and vllm-ascend run the emulator's table, and one that is not in the table raises.
-Operands on different devices are refused as on the real device, with torch's exceptions: zero-dimensional host
-scalars, and host index tensors of indexing (copied to the device first, so not during capture).
+Tensors keep torch_npu's allocation, views and metadata. `aten` operators run the CPU kernel on aliases of the operands;
+operators of torch_npu, ATB and vllm-ascend run the emulator's table, and operators that it lacks raise.
+Operands on different devices are refused with torch's exceptions. Exceptions are zero-dimensional host scalars, and
+host index tensors of indexing (copied to the device first, so not during capture).
 
-What this cannot know: numerical differences of the real kernels (accumulation order, fast modes), their internal
-formats, types that a real kernel refuses and the CPU's accepts, anything about speed.
+Not emulated: numerical differences of the real kernels (accumulation order, fast modes), their internal formats, types
+that a real kernel refuses and the CPU's accepts, and speed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VIEWS = """
 KEPT = frozenset(f"aten::{name}" for name in _VIEWS.split()) | frozenset(
     "npu::" + name for name in ["get_npu_format", "get_storage_size", "empty_with_format", "npu_change_data_ptr"]
 )
-# Operators whose result's size, or whose Python value, depends on what is in device memory.
+# Operators whose result size, or whose Python value, depends on device memory.
 _READS = """
     nonzero nonzero.out masked_select masked_select.out _unique2 _unique unique_dim unique_consecutive
     unique_dim_consecutive bincount equal is_nonzero argwhere
@@ -45,7 +45,7 @@ INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl", "aten::_u
 
 
 def _is_python(name: str) -> bool:
-    """Whether torch_npu wrote the kernel in Python: it calls other operators, and launches nothing itself."""
+    """True if torch_npu wrote the kernel in Python: it calls other operators, and launches nothing itself."""
     return f"{name.replace('::', '/')}/PrivateUse1" in torch.library._impls
 
 
@@ -86,7 +86,7 @@ def _indices_to_device(args: tuple[Any, ...], device: torch.device) -> tuple[Any
 
 
 class Kernel:
-    """What the dispatcher calls for one operator."""
+    """The dispatcher's kernel for one operator."""
 
     def __init__(self, operation: Operation, overload: Any) -> None:
         self.operation = operation
@@ -117,7 +117,7 @@ class Kernel:
             kwargs["pin_memory"] = False
         if self.indexing:
             args = _indices_to_device(args, device)
-        elif host is not None and not self.operation.ours:  # ours judge their own host arguments
+        elif host is not None and not self.operation.ours:  # ours check their own host arguments
             _refuse_mixed(self.operation.name, host, device)
         if self.reads_on_host(args, kwargs):
             stream = memory.raw_stream(device.index)
@@ -136,7 +136,7 @@ class Kernel:
         return self.operation.name in HOST_READS
 
     def draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-        """Random numbers come from a CPU generator that follows the seed and offset of the device's generator."""
+        """Draws random numbers from a CPU generator that follows the seed and offset of the device's generator."""
         graphs.check_capturable(self.operation, memory.raw_stream(device.index), random=True)
         own = kwargs.get("generator") or torch.npu.default_generators[device.index]
         if any(argument.name == "generator" for argument in self.schema.arguments):
@@ -161,7 +161,7 @@ def _not_emulated(name: str) -> Callable[..., Any]:
 
 
 def other_defaults(written: str, wheels: torch._C.FunctionSchema) -> dict[str, Any]:
-    """The defaults of this wheel's schema that the kernel's own lacks or has otherwise: torch passes no default on."""
+    """Defaults of this wheel's schema that the kernel lacks or sets differently: torch passes no default on."""
     own = {argument.name: argument for argument in torch._C.parse_schema(written).arguments}
     return {
         argument.name: argument.default_value
@@ -185,7 +185,7 @@ def with_defaults(function: Callable[..., Any], defaults: dict[str, Any]) -> Cal
 
 
 def kernel_for(name: str, overload: Any, table: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The replacement for torch_npu's kernel of one operator."""
+    """Makes the replacement for torch_npu's kernel of one operator."""
     if name in native.KERNELS:
         return native.KERNELS[name]
     if name in table:
@@ -207,7 +207,7 @@ _installed: set[str] = set()
 
 
 def install(namespaces: tuple[str, ...] = NAMESPACES) -> int:
-    """Replaces the kernels of the operators that are registered now; returns how many. Later calls add later ones."""
+    """Replaces the kernels of all registered operators; returns how many. Later calls add later operators."""
     from ascend_emulator.ops import OPS
 
     count = 0

@@ -1,9 +1,8 @@
-"""Read from a shared library what a dynamic loader will ask of it: names it needs, defines and leaves undefined.
+"""Reads from a shared library the names that it needs, defines and leaves undefined.
 
-The emulator makes the libraries of CANN (and, for torch's CUDA wheel, of CUDA) that are not on this machine. What they
-must export is not written down anywhere here: it is read from the installed wheels, so another release of the wheels
-gets other libraries and nothing has to be kept in step by hand. 64-bit little-endian files only (x86_64, aarch64),
-with `struct` alone: torch's libraries hold half a million symbols, for which a general ELF package takes minutes.
+The emulator makes the libraries of CANN (and, for torch's CUDA wheel, of CUDA) that this machine lacks. It reads their
+exports from the installed wheels, so other releases need no change here. 64-bit little-endian files only (x86_64,
+aarch64), with `struct` alone: torch's libraries hold half a million symbols, and a general ELF package takes minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Undefined:
-    """A symbol that some other library must define. `version` and `provider` are set for versioned symbols."""
+    """A symbol that another library must define. `version` and `provider` are set for versioned symbols."""
 
     name: str
     weak: bool
@@ -54,7 +53,7 @@ class _File:
         self.sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
 
     def section(self, kind: int) -> tuple[bytes, int]:
-        """Content of the first section of this type, and the index of the section it links to; empty without one."""
+        """Content of the first section of this type, and the index of its linked section; empty without one."""
         for header in self.sections:
             if header[1] == kind:
                 return self.content(header), header[6]
@@ -72,7 +71,7 @@ def _text(strings: bytes, offset: int) -> str:
 
 
 def _versions(file: _File) -> dict[int, tuple[str, str]]:
-    """Index in .gnu.version -> (soname, version) of what the file asks of others."""
+    """Index in .gnu.version -> (soname, version) that the file requires."""
     data, link = file.section(_VERNEED)
     found: dict[int, tuple[str, str]] = {}
     if not data:
@@ -92,7 +91,7 @@ def _versions(file: _File) -> dict[int, tuple[str, str]]:
 
 @cache
 def read(path: Path) -> Library:
-    """The dynamic section and symbols of `path`; raises ValueError when it is no shared library."""
+    """The dynamic section and symbols of `path`. Raises ValueError if it is not a shared library."""
     with path.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
         file = _File(path, data)
         dynamic, link = file.section(_DYNAMIC)

@@ -1,7 +1,7 @@
-"""The base class of what a user's input can cause here: said in one sentence, without a traceback."""
+"""The base class of errors that a user's input causes: one sentence, without a traceback."""
 
 from __future__ import annotations
 
 
 class EmulatorError(ValueError):
-    """Says what was expected, what was got and what to do."""
+    """States the expected value, the actual value and the remedy."""

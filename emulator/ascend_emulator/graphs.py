@@ -1,10 +1,10 @@
-"""Launching an operator on a stream: at once, into a graph, into a queue, or as the update of a captured operator.
+"""Launches an operator on a stream: at once, into a graph, into a queue, or as the update of a captured operator.
 
-Capture records and does not execute: outputs hold poison until a replay. What the real device refuses during capture is
-refused here with its codes. The runtime (runtime/capture.cpp) refuses what concerns streams, events, copies and
-synchronisation; this module what concerns operators: reads by the host (R82), random numbers and operators without an
-aclnn form (R83), updates that do not match (R86, R89), version 2 of the attention operator under auto_dispatch_capture
-(R90), and operators on a second stream (R91).
+Capture records and does not execute: outputs hold poison until a replay. Operations that the real device refuses during
+capture are refused here with its codes. The runtime (runtime/capture.cpp) checks streams, events, copies and
+synchronisation. This module checks operators: host reads (R82), random numbers and operators without an aclnn form
+(R83), updates that do not match (R86, R89), version 2 of attention under auto_dispatch_capture (R90), and operators on
+a second stream (R91).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _auto_dispatch_depth = 0
 
 
 def device_result(result: torch.Tensor, call: Aliases | Scratch, operation: Operation, device: torch.device) -> Any:
-    """The device tensor for one result of a call: the operand it aliases, or a new one (second value: is it new)."""
+    """The device tensor of one result, which is the operand that it aliases or new, and True if it is new."""
     original = call.original(result)
     if original is not None:
         return original, False
@@ -93,9 +93,9 @@ def _run_now(
 
 
 def _prepare(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple:
-    """Checks a call without running it; returns its result on the device and the targets of what is new in it.
+    """Checks a call without running it; returns its device result and the targets of its new tensors.
 
-    Ours are asked with `execute=False`. Others run on zeros: shapes come from the very code that will run later.
+    Our kernels run with `execute=False`, others on zeros: shapes come from the code that runs later.
     """
     stand_ins = Aliases() if operation.ours else Scratch()
     host_args = tuple(calls.convert(value, stand_ins.of) for value in args)
@@ -120,7 +120,7 @@ def _prepare(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _on_meta(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """For operators that refuse zeros, such as an integer division."""
+    """Infers results of operators that fail on zeros, such as an integer division."""
     return operation.function(
         *(calls.convert(value, lambda t: t.to("meta")) for value in args),
         **{name: calls.convert(value, lambda t: t.to("meta")) for name, value in kwargs.items()},
@@ -128,7 +128,7 @@ def _on_meta(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-    """Runs, captures, queues or updates a call, whichever the state of the device's current stream asks for."""
+    """Runs, captures, queues or updates a call, by the state of the device's current stream."""
     stream = memory.raw_stream(device.index)
     memory.take_workspace(operation.workspace(args, kwargs), device, stream)
     state = library.emulator_acquire(stream)
@@ -156,10 +156,10 @@ _origins: dict[int, int] = {}  # device -> the stream on which torch_npu began t
 
 
 def _recorded_wrongly(operation: Operation, results: list[torch.Tensor]) -> None:
-    """On a stream that joined the capture. Collectives have one of their own in torch_npu, and pass by here."""
+    """Raises R91 on a stream that joined the capture. Collectives run on a stream of torch_npu's and are exempt."""
     rules.Call.of(operation.name).undefined(
         91,
-        "one stream is expected inside a capture, and this operator is on a second one: torch_npu 2.7.1 does not flush "
+        "expected one stream inside a capture, but this operator is on a second one: torch_npu 2.7.1 does not flush "
         "its queue when streams wait for each other (upstream's c86f48f9d), and the replay's numbers are wrong",
     )
     for tensor in results:
@@ -167,7 +167,7 @@ def _recorded_wrongly(operation: Operation, results: list[torch.Tensor]) -> None
 
 
 def _watch_captures() -> None:
-    """Lets R91 see where a capture began; the runtime knows only which streams it holds."""
+    """Records for R91 where a capture began; the runtime knows only which streams it holds."""
     graph = torch_npu.npu.graphs.NPUGraph
     begin, end = graph.capture_begin, graph.capture_end
 
@@ -186,7 +186,7 @@ def _watch_captures() -> None:
 
 
 def query(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-    """A call that only asks the host how much workspace another one needs: nothing is launched, nor recorded."""
+    """Asks the host how much workspace another call needs: launches and records nothing."""
     capturing = bool(library.emulator_capturing(memory.raw_stream(device.index)))
     with context.use(capturing=capturing):
         return _prepare(operation, args, kwargs, device)[0]
@@ -201,7 +201,7 @@ def _trace_launch(call: Call, phase: str, args: tuple, kwargs: dict, targets: li
 
 
 def check_capturable(operation: Operation, stream: int, random: bool = False) -> None:
-    """Refuses, if the stream is being captured, what no capture can hold."""
+    """Raises if the stream is being captured and no capture can hold the operator."""
     if not library.emulator_capturing(stream):
         return
     refuse = functools.partial(binding.refuse, stream, operation.name)
@@ -221,7 +221,7 @@ def check_capturable(operation: Operation, stream: int, random: bool = False) ->
 
 
 def _update(operation: Operation, args: tuple, kwargs: dict, device: torch.device, stream: int) -> Any:
-    """Replaces the host arguments of a captured call; everything else must be as it was captured."""
+    """Replaces the host arguments of a captured call; everything else must match the capture."""
     captured = calls.kept(library.emulator_update_target(stream))
 
     def refuse(sentence: str, rule: int = 86) -> None:
@@ -262,7 +262,7 @@ def _update(operation: Operation, args: tuple, kwargs: dict, device: torch.devic
 
 
 def _with_owners(value: Any, references: Any) -> Any:
-    """The captured references instead of equal new ones: an update is often made through weak references."""
+    """Replaces new references by the equal captured ones: an update is often made through weak references."""
     if isinstance(value, calls.TensorRef):
         return next(references)
     if isinstance(value, (list, tuple)):
@@ -272,7 +272,7 @@ def _with_owners(value: Any, references: Any) -> Any:
 
 @binding.EXECUTE
 def _execute(number: int, graph: int, stream: int) -> int:
-    """The runtime's way to a kept call. Runs in whichever thread lets the stream go on."""
+    """Runs a kept call for the runtime, in the thread that unblocks the stream."""
     call = calls.kept(number)
     try:
         if call is None:
@@ -294,7 +294,7 @@ def _forget(number: int) -> None:
 
 
 def _count_auto_dispatch() -> None:
-    """Lets R90 see torch_npu's dispatch mode, which takes itself off the stack while it handles an operator."""
+    """Records torch_npu's dispatch mode for R90; the mode leaves the stack while it handles an operator."""
     mode = torch_npu.npu.graphs._GraphDispatchMode
     enter, leave = mode.__enter__, mode.__exit__
 
@@ -314,7 +314,7 @@ def _count_auto_dispatch() -> None:
 
 
 def connect() -> None:
-    """Tells the runtime how to run the calls that it holds."""
+    """Registers the callbacks with which the runtime runs its kept calls."""
     library.emulator_set_hooks(_execute, _forget)
     atexit.register(library.emulator_set_hooks, binding.EXECUTE(), binding.FORGET())  # graphs outlive the interpreter
     _count_auto_dispatch()

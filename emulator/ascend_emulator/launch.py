@@ -1,8 +1,8 @@
-"""Where the emulated environment is, and the environment variables that make a process run on the emulated 910B.
+"""Finds the emulated environment, and sets the variables that make a process run on the emulated 910B.
 
-Standard library only. The variables reach every child process, so servers that spawn workers need nothing else:
-`LD_LIBRARY_PATH` finds the emulated CANN, a .pth file of the environment boots the device layer when torch_npu gets
-imported. `prepare.py` makes both.
+Standard library only. Child processes inherit the variables, so servers that spawn workers need nothing else:
+`LD_LIBRARY_PATH` finds the emulated CANN, and a .pth file boots the device layer when torch_npu is imported.
+`prepare.py` makes both.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ascend_emulator.errors import EmulatorError
 from ascend_emulator.settings import PREFIX, VENV_VARIABLE, with_new_names
 from ascend_emulator.stacks import CANN, CANN_VERSIONS, Stack
 
-FOLDER = "ascend-emulator"  # in the environment: the libraries, and what looks like a CANN toolkit
+FOLDER = "ascend-emulator"  # in the environment: the libraries, and a folder like a CANN toolkit
 TORCH_NPU = "lib/python3.*/site-packages/torch_npu"
 MAX_DEVICES = 16
 GIB = 1 << 30
 
 
 class EmulationError(EmulatorError):
-    """Why a command cannot be run on the emulated machine."""
+    """A command cannot run on the emulated machine."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is emulated. `memory`: GiB per device. What is allocated of it is poisoned, so it is real memory."""
+    """The emulated machine. `memory`: GiB per device; poison makes each allocated byte real memory."""
 
     cann: str = "8.3.rc1"
     devices: int = 1
@@ -57,7 +57,7 @@ class Machine:
 
 
 def stack_of(venv: Path) -> Stack | None:
-    """The stack of an environment, by its torch_npu; None where there is none."""
+    """The stack of an environment, by its torch_npu; None without torch_npu."""
     for stack in stacks.STACKS:
         if any(venv.glob(f"{TORCH_NPU}-{stack.torch_npu}*.dist-info")):
             return stack
@@ -68,7 +68,7 @@ def stack_of(venv: Path) -> Stack | None:
 def find_venv(base: Mapping[str, str] = os.environ, stack: Stack | None = None) -> Path:
     """The environment with torch_npu: the named one, else the running one or `.venv-emulated` here or in the clone.
 
-    stack: only an environment of it will do; one that is named may be another stack's beside which it lies.
+    stack: accept this stack only; next to a named environment, its sibling with the stack's suffix is found too.
     """
     named = with_new_names(base).get(VENV_VARIABLE, "")
     folder = f".venv-emulated{stack.suffix if stack else ''}"
@@ -90,7 +90,7 @@ def find_venv(base: Mapping[str, str] = os.environ, stack: Stack | None = None) 
 
 
 def toolkit(venv: Path, cann: str) -> Path:
-    """A folder laid out like an installed CANN toolkit of this version, for what looks for one; made when missing."""
+    """Makes a folder with the layout of a CANN toolkit of this version, for programs that look for one."""
     root = venv / FOLDER / "cann" / cann
     for name in ("runtime", "compiler", "opp", f"{platform.machine()}-linux"):
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -100,17 +100,17 @@ def toolkit(venv: Path, cann: str) -> Path:
 
 
 def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`base` plus what makes a process of `venv` run on `machine`."""
+    """Adds to `base` the variables that make a process of `venv` run on `machine`."""
     library, cann = venv / FOLDER / "lib", toolkit(venv, machine.cann)
-    # TRITON_INTERPRET would have Triton's interpreter in the device's place, and copies to the host with it
+    # with TRITON_INTERPRET Triton's interpreter would run instead, and copy to the host
     dropped = ("PYTHONPATH", "PYTHONHOME", *(("TRITON_INTERPRET",) if machine.triton else ()))
     kept = {name: value for name, value in with_new_names(base).items() if name not in dropped}
     old_libraries = kept.get("LD_LIBRARY_PATH", "")
     return {
-        # wishes, which the user may have set otherwise
+        # defaults that the user may override
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # What an operator needs meanwhile is host memory here. Blocks of many sizes below 32 MiB leave gaps in glibc's
-        # heap, and a server grows by gigabytes; from this size on each is given back to the system when it is freed.
+        # An operator's workspace is host memory here. Blocks of many sizes below 32 MiB fragment glibc's heap, and a
+        # server grows by gigabytes; from this size on each freed block goes back to the system.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         **machine.stack.variables,
         **kept,
@@ -119,9 +119,9 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         "LD_LIBRARY_PATH": f"{library}{os.pathsep}{old_libraries}" if old_libraries else str(library),
         "ASCEND_HOME_PATH": str(cann),
         "ASCEND_OPP_PATH": str(cann / "opp"),
-        # torch is built for CUDA here: on a machine with an NVIDIA GPU the engine would look for it, and end
+        # torch is built for CUDA here: with an NVIDIA GPU the engine would look for CUDA, and end
         "CUDA_VISIBLE_DEVICES": "",
-        # Kernels here do not pass through torch_npu's asynchronous queue, so what does would overtake them.
+        # Kernels here bypass torch_npu's asynchronous queue, so they would overtake queued work.
         "TASK_QUEUE_ENABLE": "0",
         f"{PREFIX}_TASK_QUEUE": kept.get("TASK_QUEUE_ENABLE", ""),
         PREFIX: "1",

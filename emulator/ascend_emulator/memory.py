@@ -1,9 +1,9 @@
-"""Device tensors seen as CPU tensors, and allocations that start out poisoned.
+"""CPU views of device tensors, and poisoned allocations.
 
-An emulated device tensor lies in host memory that the AscendCL runtime handed out, so an op kernel can work on a CPU
-tensor over the same bytes ("alias"). torch_npu's caching allocator takes blocks back and hands them out again without
-asking the runtime; therefore every new tensor is poisoned here, and every freed one as soon as torch_npu's own trace
-tells of it: NaN in floating-point types, and in integers a value too large to be an index by accident.
+An emulated device tensor lies in host memory from the AscendCL runtime, so an op kernel works on a CPU tensor over the
+same bytes ("alias"). torch_npu's caching allocator reuses blocks without asking the runtime. So every new tensor is
+poisoned here, and every freed tensor as soon as torch_npu's trace reports it: with NaN in floating-point types, in
+integers with a value too large to be an index by accident.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_alias(tensor: torch.Tensor) -> bool:
-    """Whether a CPU tensor lies in device memory."""
+    """True if a CPU tensor lies in device memory."""
     return tensor.numel() == 0 or block_of(tensor.data_ptr()) is not None
 
 
@@ -98,7 +98,7 @@ _workspaces: dict[int, torch.Tensor] = {}  # of each stream
 
 
 def take_workspace(size: int, device: torch.device, stream: int) -> None:
-    """Memory that a kernel works in: torch_npu keeps one piece a stream, and a larger one takes its place."""
+    """Allocates a kernel's workspace: torch_npu keeps one per stream, and replaces it by a larger one."""
     if size and (stream not in _workspaces or _workspaces[stream].numel() < size):
         _workspaces.pop(stream, None)
         _workspaces[stream] = _new((size,), torch.uint8, device)
@@ -108,7 +108,7 @@ _living: dict[int, tuple[int, int]] = {}  # address -> bytes and poison of the t
 
 
 def bytes_behind(alias: torch.Tensor) -> int:
-    """How many bytes of its allocation lie behind the last element of a CPU tensor in device memory."""
+    """Bytes of its allocation after the last element of a CPU tensor in device memory."""
     address = alias.data_ptr()
     first = max((start for start in _living if start <= address), default=address)
     size, _ = _living.get(first, (0, 0))
@@ -116,24 +116,24 @@ def bytes_behind(alias: torch.Tensor) -> int:
 
 
 def _poison_freed(address: int) -> None:
-    """Told by torch_npu when the last owner of a storage is gone, before its allocator takes the block back."""
+    """torch_npu calls this when a storage loses its last owner, before its allocator takes the block back."""
     freed = _living.pop(address, None)
     if freed is not None:
         library.emulator_poison_freed(address, *freed)
 
 
 def _that_frees(kind: type) -> type:
-    """The class whose deallocator frees a tensor of this kind: itself with torch 2.7, a base of it with 2.10."""
+    """The class whose deallocator frees a tensor of this kind: itself in torch 2.7, a base of it in 2.10."""
 
     def deallocator(one: type) -> int | None:
         return ctypes.c_void_p.from_address(id(one) + 6 * ctypes.sizeof(ctypes.c_void_p)).value  # tp_dealloc
 
-    pythons = deallocator(type("Plain", (), {}))  # which calls that of the next base with another
+    pythons = deallocator(type("Plain", (), {}))  # it calls the deallocator of the next base that has another
     return next(one for one in kind.__mro__ if deallocator(one) != pythons)
 
 
 def watch_frees() -> None:
-    """Turns the trace on that torch_npu has for its sanitizer; an exception outlives the tensors that die with it."""
+    """Enables the trace of torch_npu's sanitizer; keeps an exception alive when tensors die with it."""
     fetch, restore = (
         ctypes.cast(f, ctypes.c_void_p) for f in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_Restore)
     )
@@ -144,7 +144,7 @@ def watch_frees() -> None:
 
 
 def unwritten(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous device tensor that holds whatever the allocator's block held."""
+    """A contiguous device tensor with the old content of the allocator's block."""
     return _new(size, dtype, device)
 
 

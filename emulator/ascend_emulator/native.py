@@ -1,8 +1,7 @@
-"""Operators of the device that are not arithmetic: allocation, copies, formats. They replace torch_npu's kernels whole.
+"""Device operators without arithmetic: allocation, copies, formats. They replace torch_npu's kernels whole.
 
-Storage formats: `npu_format_cast` returns a tensor whose format torch_npu reports as asked (FRACTAL_NZ = 29) and whose
-bytes stay in the order of the logical tensor, at the start of a storage that is padded as the real one. What reads such
-a tensor in the wrong format on the real device is therefore not garbled here; contracts on formats are checked.
+`npu_format_cast` returns a tensor with the requested format (FRACTAL_NZ = 29) and the real padding, but its bytes stay
+in logical order. So a read in the wrong format gives no garbage, unlike on a real device; contracts check formats.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What `pip install` cannot do: the libraries that the installed wheels lack, and the .pth file that boots the device.
+"""Completes an environment after `pip install`: libraries that wheels lack, and the .pth file that boots the device.
 
-`ascend-emulate` does it before its first command, and again when another torch, torch-npu or vllm-ascend is installed;
+`ascend-emulate` does it before its first command, and again for another torch, torch-npu or vllm-ascend;
 `python -m ascend_emulator.prepare` does it at once, for the environment of that Python.
 """
 
@@ -25,13 +25,13 @@ HOOK = f'import os; os.environ.get("{PREFIX}") and __import__("ascend_emulator.b
 
 
 def installed(site_packages: Path) -> dict[str, str]:
-    """The versions of the wheels whose libraries are read."""
+    """Versions of the wheels whose libraries are read."""
     named = ((re.sub("[-_.]+", "-", d.name).lower(), d) for d in metadata.distributions(path=[str(site_packages)]))
     return {name: distribution.version for name, distribution in named if name in WHEELS}
 
 
 def prepare(venv: Path, *, anew: bool = False) -> None:
-    """Brings the environment up to date. Raises EmulatorError where torch_npu or the compiler is missing."""
+    """Brings the environment up to date. Raises EmulatorError if torch_npu or the compiler is missing."""
     for site_packages in venv.glob("lib/python3.*/site-packages"):
         if (site_packages / "torch_npu").is_dir():
             break

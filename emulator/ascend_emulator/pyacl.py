@@ -1,4 +1,4 @@
-"""The part of CANN's Python package `acl` that vllm-ascend imports. Everything else of it raises by name."""
+"""The part of CANN's Python package `acl` that vllm-ascend imports. Other names raise."""
 
 from __future__ import annotations
 

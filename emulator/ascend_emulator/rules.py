@@ -1,10 +1,9 @@
-"""The ninety-three rules of an Ascend 910B's operators and graphs, and the errors in which a user meets them.
+"""The ninety-three rules for operators and graphs of an Ascend 910B, and their errors.
 
-A rule is what hardware, driver or host library refuses, leaves undefined, or takes at a price. R81 to R91 belong to
-graph capture and replay, all others to operators, which raise them in `emulator/ops`. `versions` are the CANN releases
-for which a rule holds; where it is not all of them, `SOURCES` says where that was read. Errors read like those of the
-layer that refuses on a real machine (torch_npu's binding, aclnn's parameter check, the operator's tiling), with the
-rule's number appended.
+A rule describes calls that hardware, driver or host library refuses, leaves undefined, or runs at a cost. R81 to R91
+belong to graph capture and replay; `emulator/ops` raises the others. `versions` are the CANN releases with the rule;
+if they are not all, `SOURCES` gives the source. Errors read like the layer that refuses on a real machine (torch_npu's
+binding, aclnn's parameter check, the operator's tiling), with the rule's number appended.
 """
 
 from __future__ import annotations
@@ -58,18 +57,9 @@ RULES: dict[int, Rule] = {
             (4, "The sink is bfloat16 (from CANN 9.0 on float16 is taken, too: R93)."),
             (5, "With a sink the head size is 64 or 128 (CANN 8.5: the value's at most 128).", UP_TO_8_5),
             (6, "TND takes bfloat16 query, key and value only (CANN 8.5: float16 too, never mixed)."),
-            (
-                7,
-                "TND head sizes are all 64, all 128, or 192 for query and key with 192 or 128 for value; "
-                "a value of 192 forbids grouped heads.",
-                ONLY_8_3,
-            ),
+            (7, "TND head sizes are all 64, all 128, or 192 with values of 128 or (ungrouped) 192.", ONLY_8_3),
             (8, "TND takes a three-dimensional query, and three-dimensional key and value when not paged."),
-            (
-                9,
-                "The query's heads are num_query_heads, key and value agree on theirs, and the ratio is whole and <= "
-                "64.",
-            ),
+            (9, "Heads match num_query_heads, key and value heads agree, and the ratio is whole and at most 64."),
             (10, "A paged three-dimensional cache needs num_key_value_heads; zero divides by zero in the binding."),
             (11, "TND needs non-empty actual_seq_qlen and actual_seq_kvlen."),
             (12, "Sequence lengths are host integers; a device tensor is read element by element, a sync each."),
@@ -84,66 +74,25 @@ RULES: dict[int, Rule] = {
             (21, "sparse_mode 3 and 4 need a mask."),
             (22, "For sparse_mode 2, 3 and 4 the mask is (2048, 2048), with leading ones at most."),
             (23, "The compressed mask is bool, int8 or uint8."),
-            (
-                24,
-                "The compressed mask is the strict upper triangle of ones; anything else is read at shifted places.",
-                *_UB,
-            ),
+            (24, "The compressed mask is the strict upper triangle of ones; others are read at shifted places.", *_UB),
             (25, "sparse_mode 3 needs at least as many keys as queries in each request.", ONLY_8_3),
-            (
-                26,
-                "sparse_mode 4 needs a band that exists: pre_tokens + next_tokens >= 0 and not beyond a request's "
-                "ends.",
-            ),
+            (26, "sparse_mode 4 needs a band: pre_tokens + next_tokens >= 0, within each request's ends."),
             (27, "sparse_mode 4 in TND needs head size 64 or 128.", ONLY_8_3),
             (28, "The block table is a non-empty int32 matrix with one row per request."),
-            (
-                29,
-                "In TND the block size is a multiple of 128 from 128 to 1024 (CANN 8.5: a multiple of 16, at most "
-                "1024).",
-            ),
-            (
-                30,
-                "Paged key and value share rank and shape: [n, block, N*D], [n, N, block, D] or "
-                "[n, N, D/16, block, 16].",
-            ),
+            (29, "A TND block is a multiple of 128 up to 1024 (CANN 8.5: a multiple of 16 up to 1024)."),
+            (30, "Paged key and value are both [n, block, N*D], [n, N, block, D] or [n, N, D/16, block, 16]."),
             (31, "In a three-dimensional cache N*D is at most 65535."),
             (32, "The cache has at least the blocks that the lengths need, and something must be needed."),
             (33, "Block ids lie inside the cache; nothing checks them.", *_UB),
-            (
-                34,
-                "TND on CANN 8.3 takes no pse_shift, no quantisation, and rope only as a pair with D 128 + 64.",
-                ONLY_8_3,
-            ),
-            (
-                35,
-                "Query, key and value are contiguous, caches too; others are taken, and copied whole in every call.",
-                ALL,
-                Kind.COSTLY,
-            ),
+            (34, "TND on CANN 8.3 takes no pse_shift, no quantisation, and rope only with D 128 + 64.", ONLY_8_3),
+            (35, "Query, key, value and caches are contiguous; else each call copies them whole.", ALL, Kind.COSTLY),
             (36, "BSH and BSND take a three-dimensional paged cache only."),
             (37, "The workspace query cannot serve TND: it passes sequence lengths without data.", ONLY_8_3),
-            (
-                38,
-                "The caller's workspace is large enough; nothing checks it. From CANN 8.5 on it has to hold the parts "
-                "of keys that are split over cores, and whether they are depends on the lengths.",
-                *_UB,
-            ),
+            (38, "The caller's workspace suffices, unchecked; from CANN 8.5 on its size depends on the lengths.", *_UB),
             (39, "The caller's outputs have the shape and dtype that the operator writes."),
             (40, "inner_precise is 0 to 3, and 0 with a sink from CANN 8.5 on."),
-            (
-                92,
-                "The sink has 32 elements of memory behind it: the last key head's are read past their end.",
-                FROM_8_5_TO_9_0,
-                Kind.UNDEFINED,
-            ),
-            (
-                93,
-                "A sink of another dtype than bfloat16, or a head size other than 64 with it, sends the call to "
-                "another kernel, whose defects are not known here.",
-                FROM_9_0,
-                Kind.UNDEFINED,
-            ),
+            (92, "The sink has 32 elements behind it: the kernel reads past its end.", FROM_8_5_TO_9_0, Kind.UNDEFINED),
+            (93, "Only a bfloat16 sink with head size 64 takes the kernel known here.", FROM_9_0, Kind.UNDEFINED),
         ),
         *_family(
             "grouped_matmul",
@@ -158,11 +107,7 @@ RULES: dict[int, Rule] = {
             (49, "x and weight share one dtype in every list."),
             (50, "act_type works for per-token int8 only."),
             (51, "K and the contiguous axis are at most 65535, lists at most 128 long."),
-            (
-                52,
-                "Weight-only quantisation needs scale and offset of x's dtype, per channel for int8, whole even groups "
-                "for int4, and ND weights.",
-            ),
+            (52, "Weight-only needs ND weights, scale and offset of x's dtype, per channel or (int4) per even group."),
             (53, "FRACTAL_NZ weights are aligned: 16x16 for 16-bit, 16x32 for int8, 16x64 for int4."),
             (54, "A 910B has no 8-bit or 4-bit float type."),
             (55, "While capturing, groups are never read on the host."),
@@ -170,27 +115,15 @@ RULES: dict[int, Rule] = {
         ),
         *_family(
             "moe_routing",
-            (
-                57,
-                "gating_top_k_softmax takes 2-D or 3-D float logits and k up to the experts, at most 1024; NaN has no "
-                "place in their order.",
-            ),
-            (
-                58,
-                "gating_top_k takes 2-D logits without NaN, at most 2048 experts, a bias per expert, whole groups and "
-                "renorm 0.",
-            ),
+            (57, "gating_top_k_softmax takes 2-D or 3-D float logits without NaN, k up to the experts and 1024."),
+            (58, "gating_top_k takes 2-D logits without NaN, a bias per expert, 2048 experts, whole groups, renorm 0."),
             (59, "init_routing_v2 on CANN 8.3 takes few of its own defaults.", ONLY_8_3),
             (60, "init_routing takes int32 row and expert indices of one shape."),
             (61, "permute and unpermute take no padding, k up to 512, and matching sizes."),
             (62, "finalize_routing takes bias and scales of the rows' dtype, and options that belong together."),
             (63, "compute_expert_tokens takes a one-dimensional int32 tensor."),
             (64, "The fused grouped matmuls are for int8 and int4 only, without bias, N up to 10240, NZ weights."),
-            (
-                65,
-                "Dispatch and combine on a 910B take a multiple of 8 ranks up to 256 by their tiling, 16 or more by "
-                "the document; short batches, and no tensor-parallel domain.",
-            ),
+            (65, "Dispatch and combine take short batches, 8n ranks up to 256 (documented: from 16), no TP domain."),
         ),
         *_family(
             "vector",
@@ -203,7 +136,7 @@ RULES: dict[int, Rule] = {
             (72, "apply_rotary_pos_emb on CANN 8.3 takes head size 128 in four dimensions only.", ONLY_8_3),
             (73, "rotary_mul takes four dimensions, an even head size below 896, and listed broadcasts."),
             (74, "mrope takes two-dimensional tensors of one dtype, aligned sizes, and positions inside the cache."),
-            (75, "_npu_rotary_embedding keeps the first table it ever saw, and copies a length to the device."),
+            (75, "_npu_rotary_embedding keeps its process's first table, and copies a length to the device."),
             (76, "Cache writes take contiguous caches of one format and integer slots inside them."),
             (77, "FRACTAL_NZ is for aligned 16-bit or integer weights, and never through a view."),
         ),
@@ -220,27 +153,18 @@ RULES: dict[int, Rule] = {
             (83, "Legacy operators and random numbers cannot be captured."),
             (84, "Forked streams are joined before capture ends and events are recorded before they are awaited."),
             (85, "A task group holds exactly one operator, begun and ended on one stream."),
-            (
-                86,
-                "A task update repeats the captured operator on the captured tensors, on another stream, before it is "
-                "awaited.",
-            ),
+            (86, "A task update repeats the captured operator and tensors, on another stream, before the wait."),
             (87, "Captured tensors stay alive and where they were."),
             (88, "Graphs share a budget of streams."),
             (89, "A replay has the captured shapes."),
             (90, "torch_npu 2.7.1 does not update version 2 of the attention operator by itself.", ONLY_8_3),
-            (
-                91,
-                "The operators of a capture run on the stream that began it; torch_npu before 2.7.1.post4 records "
-                "the fork and join of another one wrongly.",
-                *_UB,
-            ),
+            (91, "A capture runs on its first stream; torch_npu before 2.7.1.post4 records others wrongly.", *_UB),
         ),
     )
 }
 
 _PFA = "ops-transformer b122ed222 (8.3.RC1), prompt_flash_attention_tiling.cpp; from v8.5.0 on FiaTilingNonQuant"
-# Where it was read that a rule holds for some releases only, or is another one for some.
+# Sources for rules that hold, or differ, in some releases only.
 SOURCES: dict[int, str] = {
     5: "ops-transformer v8.5.0, CheckFeatureLearnableSink; v9.0.0 asks no head size there, see 93",
     **dict.fromkeys((7, 18, 25, 27, 34), _PFA),
@@ -256,9 +180,9 @@ SOURCES: dict[int, str] = {
 
 
 class ContractError(RuntimeError):
-    """A call that an Ascend 910B would refuse, or (strict mode) whose result it would leave undefined.
+    """An Ascend 910B would refuse this call, or (strict mode) leave its result undefined.
 
-    rule is the number in RULES, None for a refusal that has none.
+    rule: its number in RULES, or None.
     """
 
     def __init__(self, message: str, rule: int | None = None) -> None:
@@ -267,11 +191,11 @@ class ContractError(RuntimeError):
 
 
 class NotEmulatedError(RuntimeError):
-    """A call that may be legal but whose mathematics the emulator does not have: it never guesses."""
+    """A call that may be legal, but that the emulator cannot compute: it never guesses."""
 
 
 class Layer(Enum):
-    """Who refuses, and so how the error begins."""
+    """The layer that refuses; it decides how the error begins."""
 
     BINDING = "{op}: {sentence}\n[ERROR] ERR01001 OPS invalid parameter"
     NULL = "call {aclnn} failed, error code is 161001 (ACLNN_ERR_PARAM_NULLPTR): {sentence}"
@@ -283,7 +207,7 @@ class Layer(Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one operator: its names for the errors, and the context in which it is judged."""
+    """One call of one operator: its names in errors, and its context."""
 
     op: str
     aclnn: str
@@ -298,11 +222,11 @@ class Call:
         return layer.value.format(op=self.op, aclnn=self.aclnn, sentence=sentence) + tail
 
     def holds(self, rule: int) -> bool:
-        """Whether the rule is one of this CANN version."""
+        """True if the rule holds on this CANN version."""
         return self.context.cann in RULES[rule].versions
 
     def reject(self, rule: int | None, sentence: str, layer: Layer = Layer.TILING) -> None:
-        """Raises if the rule holds on this CANN version. The sentence names what was expected and what was got."""
+        """Raises if the rule holds on this CANN version. The sentence names the expected and the actual value."""
         if rule is None or self.holds(rule):
             raise ContractError(self.text(layer, sentence, rule), rule)
 
@@ -311,12 +235,12 @@ class Call:
             self.reject(rule, sentence, layer)
 
     def undefined(self, rule: int, sentence: str) -> None:
-        """Raises in strict mode; otherwise notes it, and the caller poisons what is undefined."""
+        """Raises in strict mode; otherwise records a finding, and the caller poisons the undefined outputs."""
         if self.context.strict:
             raise ContractError(self.text(Layer.DEVICE, sentence, rule), rule)
         self.note(rule, sentence)
 
     def note(self, rule: int, sentence: str) -> None:
-        """What nobody on a real machine says. Python shows a warning once for each sentence."""
+        """Warns where a real machine stays silent. Python shows each warning once."""
         self.context.findings.append(Finding(rule, self.op, sentence))
         warnings.warn(f"{self.op}: {sentence} [{RULES[rule].name}]", RuntimeWarning, stacklevel=2)

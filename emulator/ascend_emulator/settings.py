@@ -1,6 +1,6 @@
-"""The environment variables that describe the emulated machine to every process that runs on it.
+"""Environment variables that describe the emulated machine to its processes.
 
-`ascend-emulate` sets them (launch.py); the C++ runtime reads them by the same names (runtime/machine.cpp).
+`ascend-emulate` sets them (launch.py); the C++ runtime reads the same names (runtime/machine.cpp).
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import os
 from collections.abc import Mapping
 
 PREFIX = "ASCEND_EMULATOR"
-OLD_PREFIX = "NPU_GPTOSS_EMULATED"  # of when it was a part of npu-gptoss
+OLD_PREFIX = "NPU_GPTOSS_EMULATED"  # from when the emulator was a part of npu-gptoss
 VENV_VARIABLE = f"{PREFIX}_VENV"
 
 
 def with_new_names(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with the old names of ours replaced by those of today; where both are set, today's counts."""
+    """Replaces old names of our variables by the present ones; if both are set, the present one counts."""
     renamed = {PREFIX + k.removeprefix(OLD_PREFIX): v for k, v in variables.items() if k.startswith(OLD_PREFIX)}
     return renamed | {k: v for k, v in variables.items() if not k.startswith(OLD_PREFIX)}
 
 
 def text(name: str, default: str = "") -> str:
-    """The value of PREFIX_<name>, the default where it is unset or empty."""
+    """The value of PREFIX_<name>; the default if it is unset or empty."""
     return os.environ.get(f"{PREFIX}_{name}", "") or default
 
 

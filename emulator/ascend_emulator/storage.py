@@ -1,8 +1,8 @@
-"""Which device storages are not in format ND. Contracts ask with CPU aliases, so storages are known by address.
+"""Storage formats other than ND, by device address, because contracts ask with CPU aliases.
 
-torch_npu keeps the format in its own description of a storage. That description is right for tensors that
-`npu_format_cast` made; it cannot be changed from outside, so after the in-place `npu_format_cast_` only the contracts
-know the new format, and `torch_npu.get_npu_format` still answers ND.
+torch_npu keeps the format in its own description of a storage, which nothing outside can change. It is right after
+`npu_format_cast`; after the in-place `npu_format_cast_` only the contracts know the new format, and
+`torch_npu.get_npu_format` still answers ND.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _note(start: int, entry: _Formatted) -> None:
 
 
 def remember(tensor: torch.Tensor, acl_format: int) -> None:
-    """A device tensor that was made in this format."""
+    """Records a device tensor that was made in this format."""
     storage = tensor.untyped_storage()
     _note(tensor.data_ptr(), _Formatted(storage.nbytes(), tensor.numel(), acl_format, StorageWeakRef(storage)))
 
@@ -72,13 +72,13 @@ def set_format(alias: torch.Tensor, acl_format: int) -> None:
 
 
 def is_whole(alias: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, as far as that is known; a tensor in ND always is."""
+    """True if a tensor fills its storage, as far as known; always in ND."""
     found = _find(alias.data_ptr()) if alias.numel() else None
     return found is None or (found[0] == alias.data_ptr() and found[1].elements == alias.numel())
 
 
 def forget_at(start: int, size: int) -> None:
-    """New memory at this address: an in-place cast of what lay there before means nothing any more."""
+    """Forgets in-place casts of memory that is allocated anew."""
     if _known:
         for known in [k for k in _starts if start <= k < start + max(size, 1)]:
             _forget(known)

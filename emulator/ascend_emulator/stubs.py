@@ -1,13 +1,12 @@
-"""Make the shared libraries that the installed wheels need and this machine lacks: fail-closed stubs, and the runtime.
+"""Makes the shared libraries that the installed wheels need and this machine lacks: failing stubs, and the runtime.
 
-torch-npu links CANN's libraries with BIND_NOW, so every symbol that it names must exist before its first line runs.
-This module reads all ELF files of the wheels, subtracts what they, the C library and libstdc++ define, and writes one
-library per missing soname. Sources in `runtime/` implement a part of the symbols for real; every other function is
-generated and **fails**: a C function records its name for `aclGetRecentErrMsg` and returns an error code, a C++
-function throws with its name. Nothing generated reports success.
+torch-npu links CANN's libraries with BIND_NOW, so every symbol must exist before its first line runs. This module
+reads all ELF files of the wheels, subtracts the symbols that they, the C library and libstdc++ define, and writes one
+library per missing soname. Sources in `runtime/` implement some symbols. Every other function is generated and
+**fails**: a C function records its name for `aclGetRecentErrMsg` and returns an error code, a C++ function throws.
 
-The CUDA libraries of torch's wheel from the package index are stubbed the same way: each call returns
-cudaErrorNoDevice, so `torch.cuda.is_available()` is False and no NVIDIA package is installed.
+The CUDA libraries of torch's wheel are stubbed the same way: each call returns cudaErrorNoDevice, so
+`torch.cuda.is_available()` is False and no NVIDIA package is installed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ IMPLEMENTED: dict[str, tuple[str, ...]] = {
 }
 # libraries that are opened by name (dlopen) at import: they must exist
 OPENED_BY_NAME = ("libopapi.so",)
-# a folder of vllm-ascend's wheels since 0.13 with operators for CANN's own loader; no process here opens one
+# a folder of vllm-ascend's wheels since 0.13: operators for CANN's own loader, which no process opens here
 FOR_CANN = "_cann_ops_custom"
 FLAGS = ("-std=c++17", "-fPIC", "-O2", "-w", "-fno-builtin")
 CUDA = re.compile(r"lib(cu|nv|nccl)")
@@ -49,12 +48,12 @@ MANIFEST = "manifest.json"
 
 
 class StubError(EmulatorError):
-    """The wheels or the compiler are not what the generator needs."""
+    """The wheels or the compiler do not fit the generator."""
 
 
 @dataclass(frozen=True)
 class Stub:
-    """One library to make: the symbols that others want of it, name -> version ('' = unversioned)."""
+    """A library to make: the symbols that others need from it, name -> version ('' = unversioned)."""
 
     soname: str
     symbols: Mapping[str, str]
@@ -74,7 +73,7 @@ def wheel_libraries(site_packages: Path, packages: Sequence[str]) -> list[elf.Li
 
 
 def system_symbols(names: Iterable[str] = SYSTEM) -> set[str]:
-    """What the C and C++ libraries of this machine define."""
+    """Symbols that the C and C++ libraries of this machine define."""
     folders = (
         f"/lib/{os.uname().machine}-linux-gnu",
         f"/usr/lib/{os.uname().machine}-linux-gnu",
@@ -90,10 +89,10 @@ def system_symbols(names: Iterable[str] = SYSTEM) -> set[str]:
 
 
 def plan(libraries: Sequence[elf.Library], others: Sequence[elf.Library], defined: set[str]) -> list[Stub]:
-    """Which libraries `libraries` miss and what each must export. `others` are there, so are the symbols in `defined`.
+    """The libraries that `libraries` lack, with their exports. `others` exist, and so do the symbols in `defined`.
 
-    A versioned symbol says which library it is expected in. An unversioned one goes to the first missing library that
-    its user needs, which is where the loader will find it: lookup is by name, not by library.
+    A versioned symbol names its library. An unversioned symbol goes to the first missing library that its user needs:
+    the loader looks up by name, not by library.
     """
     there = [*libraries, *others]
     present = {library.path.name for library in there} | {library.soname for library in there} | set(SYSTEM)
@@ -116,7 +115,7 @@ def plan(libraries: Sequence[elf.Library], others: Sequence[elf.Library], define
 
 
 def _home(symbol: str, candidates: Sequence[str]) -> str:
-    """The library among `candidates` that the symbol's name belongs to; the first one when the name does not tell."""
+    """The library in `candidates` that the symbol's name belongs to; the first if the name does not show it."""
     prefixes = {"Hccl": "libhccl.so", "_ZN3atb": "libatb.so", "_ZNK3atb": "libatb.so", "acl": "libascendcl.so"}
     for prefix, soname in prefixes.items():
         if symbol.startswith(prefix) and soname in candidates:
@@ -125,7 +124,7 @@ def _home(symbol: str, candidates: Sequence[str]) -> str:
 
 
 def source(stub: Stub, implemented: set[str]) -> str:
-    """C++ of a library in which every function fails, but for those in `implemented`."""
+    """C++ source of a library in which every function fails, except `implemented`."""
     wanted = sorted(set(stub.symbols) - implemented)
     if CUDA.match(stub.soname):
         body = [f"FUNCTION({name})" for name in wanted if not re.search("Get(Error|Status)?(String|Name)$", name)]
@@ -174,7 +173,7 @@ def _compile(arguments: Sequence[str]) -> None:
 
 
 def _compile_runtime(soname: str, out: Path, include: Sequence[Path]) -> tuple[list[Path], set[str]]:
-    """Object files of the part of `soname` that is implemented, and what they define."""
+    """Object files of the implemented part of `soname`, and the symbols that they define."""
     objects, defined = [], set()
     for name in IMPLEMENTED.get(soname, ()):
         target = out / f"{soname}.{name}.o"
@@ -190,9 +189,9 @@ def _compile_runtime(soname: str, out: Path, include: Sequence[Path]) -> tuple[l
 
 
 def build(stubs: Sequence[Stub], out: Path, include: Sequence[Path]) -> dict[str, dict[str, int]]:
-    """Compiles all libraries into `out`; returns soname -> {emulated, failing} counts, as the manifest has them.
+    """Compiles all libraries into `out`; returns soname -> {emulated, failing} counts, as in the manifest.
 
-    What the runtime implements in one library is generated in no other: the loader would take whichever comes first.
+    A symbol that the runtime implements is generated nowhere: the loader would take the first one.
     """
     out.mkdir(parents=True, exist_ok=True)
     stubs = sorted(stubs, key=lambda stub: stub.soname != "libascendcl.so")  # the others link it
@@ -221,7 +220,7 @@ def build(stubs: Sequence[Stub], out: Path, include: Sequence[Path]) -> dict[str
 
 
 def torch_stubs(site_packages: Path) -> list[Stub]:
-    """The CUDA libraries that torch's wheel lacks when it was installed without its dependencies; maybe none."""
+    """CUDA libraries that torch's wheel lacks if it was installed without dependencies; may be empty."""
     return plan(wheel_libraries(site_packages, ["torch"]), [], system_symbols())
 
 
@@ -235,7 +234,7 @@ def ascend_stubs(site_packages: Path) -> list[Stub]:
 
 
 def generate(site_packages: Path, out: Path) -> dict[str, dict[str, int]]:
-    """All missing libraries of the installed wheels, in `out`, with `manifest.json`."""
+    """Writes all missing libraries of the installed wheels, and `manifest.json`, into `out`."""
     manifest = {}
     cuda = torch_stubs(site_packages)
     if cuda:

@@ -1,11 +1,11 @@
-"""The record of what a process asked of the device: one JSON line per operator, copy, synchronisation and graph event.
+"""The trace of a process's use of the device: one JSON line per operator, copy, synchronisation and graph event.
 
-The runtime writes the lines for copies, synchronisations, collectives and graphs itself (machine.cpp, `trace`); this
-module writes those of operators, through the same file descriptor and so in order. Phases: `eager` (ran at once),
-`queued` (ran later, behind a stream that was held up), `capture` (recorded, not run), `replay`, `update`.
-Bytes are what an ideal kernel must move: each operand once, a written operand once; for look-ups and scatters only the
-rows touched. A kernel of the op table may say better with an attribute `traffic`, also as how many kernels it is run;
-a Triton kernel is built so that it tells what it touches (`compiler/touched.py`).
+The runtime writes copies, synchronisations, collectives and graphs (machine.cpp, `trace`). This module writes operators
+through the same file descriptor, and so in order. Phases: `eager` (ran at once), `queued` (ran later, behind a blocked
+stream), `capture` (recorded, not run), `replay`, `update`.
+Bytes are the minimum of an ideal kernel: each operand once; for look-ups and scatters only the rows touched. A kernel
+of the op table may state other bytes, and a number of kernels, with an attribute `traffic`; a Triton kernel counts the
+bytes that it touches (`compiler/touched.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ascend_emulator.binding import library
 from ascend_emulator.ops.table import Traffic
 
 ENABLED = bool(library.emulator_tracing())
-# operators that read of their first operand only as much as they return
+# operators that read only as much of their first operand as they return
 GATHERS = frozenset({"index", "index_select", "embedding", "gather", "take", "select_copy", "slice_copy"})
 
 
@@ -34,7 +34,7 @@ def _index_put(
     return elements.numel(), accumulate
 
 
-# operators that write some elements of their first operand only -> how many, and whether they read these too
+# operators that write some elements of their first operand only -> how many, and True if they read these too
 SCATTERS: dict[str, Callable[..., tuple[int, bool]]] = {
     "index_put_": _index_put,
     "_index_put_impl_": _index_put,
@@ -92,7 +92,7 @@ def operator(
     graph: int = 0,
     moved: Traffic | None = None,
 ) -> None:
-    """Writes the line of one operator."""
+    """Writes an operator's line."""
     moved = moved or traffic(name, inputs, written, fresh)
     fields = {
         "event": "op",
@@ -110,11 +110,11 @@ def operator(
 
 
 def write(fields: dict[str, object]) -> None:
-    """Any other line; the runtime adds pid and time."""
+    """Writes any other line; the runtime adds pid and time."""
     if ENABLED:
         library.emulator_trace(json.dumps(fields)[1:-1].encode())
 
 
 def mark(name: str, **fields: object) -> None:
-    """A named point in the trace, for instance the begin of a step or a layer. Free when nothing is traced."""
+    """Writes a named point, for instance the begin of a step or a layer. Free without a trace."""
     write({"event": "mark", "name": name, **fields})

@@ -1,9 +1,8 @@
-"""The Triton kernels that a step of vLLM launches, by module and name; each is run as one kernel of the device.
+"""The Triton kernels of a vLLM step, by module and name; each runs as one kernel of the device.
 
-For a machine without Triton-Ascend; with it the kernels themselves run (`triton_launches.py`). Without Triton vLLM
-leaves a kernel as a Python function that cannot be launched. Those of this table can; any other still ends in vLLM's
-own error. Where vllm-ascend has another way without Triton (rotary embedding, penalties), it goes
-there, and on a card it would not.
+Used without Triton-Ascend; with it the kernels themselves run (`triton_launches.py`). Without Triton, vLLM leaves a
+kernel as a Python function that cannot be launched. This table makes its kernels launchable; others end in vLLM's own
+error. vllm-ascend computes rotary embedding and penalties another way without Triton, unlike on a card.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ascend_emulator.ops.slots import Grid, compute_slot_mapping
 
 
 class Kernel:
-    """`kernel[grid](*arguments)`, as Triton launches it. function: the grid first, then the kernel's arguments."""
+    """Launches as Triton does: `kernel[grid](*arguments)`. function: takes the grid, then the kernel's arguments."""
 
     def __init__(self, name: str, function: Callable[..., None], writes: frozenset[int]) -> None:
         self.operation = Operation(f"triton::{name}", self._run, ours=True, writes=frozenset(1 + i for i in writes))
@@ -42,9 +41,9 @@ KERNELS: dict[str, dict[str, tuple[Callable[..., None], frozenset[int]]]] = {
 
 
 def provide(module: ModuleType) -> None:
-    """Makes the kernels of a module launchable. What the module lacks, another release of vLLM does without.
+    """Makes the kernels of a module launchable; with Triton-Ascend they already are.
 
-    With Triton-Ascend they are launchable as they are.
+    Releases of vLLM that lack a kernel of the table do not need it.
     """
     if settings.text("TRITON"):
         return

@@ -1,8 +1,8 @@
-"""Triton-Ascend's kernels on the emulated device: Huawei's compiler takes them, then this CPU runs what it lowered.
+"""Triton-Ascend's kernels on the emulated device: Huawei's compiler checks them, this CPU runs the lowered code.
 
-A launch is one kernel of the device, in streams, graphs and traces like any operator. What the compiler refuses for a
-910B is refused here, with its words. The packages come from an environment of their own (`--triton`), because they
-take the module name `triton`: without them vLLM and vllm-ascend go other ways.
+A launch is one kernel of the device in streams, graphs and traces, like any operator. If the compiler refuses it for a
+910B, the launch fails with the compiler's words. The packages have an environment of their own (`--triton`), because
+they take the module name `triton`, and with that vLLM and vllm-ascend take other code paths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUBE_CORES, VECTOR_CORES = 20, 40  # of a 910B3
 
 
 class Finder:
-    """Finds those packages, and nothing else, in the other environment."""
+    """Finds these packages, and nothing else, in the other environment."""
 
     def __init__(self, packages: str) -> None:
         self.packages = packages
@@ -38,7 +38,7 @@ class Finder:
 
 
 def site_packages(environment: Path) -> Path:
-    """Raises EmulatorError where that environment has no Triton-Ascend."""
+    """The packages' folder. Raises EmulatorError if the environment has no Triton-Ascend."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = environment / "lib" / version / "site-packages"
     missing = [name for name in PACKAGES if not (packages / name).is_dir()]
@@ -51,7 +51,7 @@ def site_packages(environment: Path) -> Path:
 
 
 def provide() -> None:
-    """In each process of the machine, where it was asked for."""
+    """Makes the compiler importable in each process of the machine, if it was requested."""
     packages = settings.text("TRITON")
     if packages:
         sys.meta_path.append(Finder(packages))
@@ -61,7 +61,7 @@ def provide() -> None:
 
 
 def boot_driver(module: ModuleType) -> None:
-    """What the driver asks CANN of the card. Triton loads it as a file, past the import system."""
+    """Answers the driver's queries about the card. Triton loads the driver as a file, past the import system."""
     driver = module.backends["ascend"].driver
     utils = driver.__init__.__globals__["NPUUtils"]
     utils.__init__ = lambda self: None
@@ -98,7 +98,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> No
 
 @functools.cache
 def _operation(kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...]) -> Any:
-    """Compiled once for its types and constants. Raises CompilerError, as the first launch on a card would fail."""
+    """Compiles once for its types and constants. Raises CompilerError, as the first launch on a card would fail."""
     from ascend_emulator import context, trace
     from ascend_emulator.calls import Operation
     from ascend_emulator.compiler import host, lowering, planner, tools

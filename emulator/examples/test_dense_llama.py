@@ -1,6 +1,6 @@
-"""A test suite as a user of stock vllm-ascend has it: a dense Llama served on the NPU against transformers on the CPU.
+"""Example test suite of a stock vllm-ascend user: a dense Llama on the NPU against transformers on the CPU.
 
-It does not know of the emulator. Run it with: ascend-emulate -- python -m pytest test_dense_llama.py
+Run it on the emulator with: ascend-emulate -- python -m pytest test_dense_llama.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = LlamaConfig(
 )
 PROMPTS = [list(range(3, 20)), [7, 5, 3], list(range(40, 240))]
 NEW = 24
-ROUNDING = 0.05  # of a logit: what bfloat16 on the NPU may differ from float32 on the CPU
+ROUNDING = 0.05  # of a logit: allowed difference of bfloat16 on the NPU from float32 on the CPU
 
 
 @pytest.fixture(scope="module")

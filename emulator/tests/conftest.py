@@ -1,4 +1,4 @@
-"""One thread for every process; and an environment that is named must be there: no test may skip for want of it."""
+"""One thread per process. A named environment must exist, so that no test skips without it."""
 
 from __future__ import annotations
 

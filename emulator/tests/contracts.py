@@ -1,4 +1,4 @@
-"""What the tests of contracts share: expecting a rule, and legal calls to break one thing at a time in."""
+"""Helpers for tests of contracts: expected rules, and legal calls to break in one point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rejects(rule: int, *words: str) -> Iterator[None]:
 
 @contextmanager
 def notes(rule: int, *words: str) -> Iterator[None]:
-    """The block finds the rule broken once, says so in a warning that holds `words`, and does not raise."""
+    """The block breaks the rule once, warns with `words`, and does not raise."""
     before = len(current().findings)
     with pytest.warns(RuntimeWarning, match=rf"\[R{rule:02d}\]"):
         yield
@@ -39,7 +39,7 @@ def notes(rule: int, *words: str) -> Iterator[None]:
 
 @contextmanager
 def leaves_undefined(rule: int) -> Iterator[None]:
-    """Outside strict mode the block finds the rule broken and does not raise."""
+    """Outside strict mode the block breaks the rule and does not raise."""
     assert not current().strict, "enter use(strict=False) first"
     with notes(rule):
         yield

@@ -1,7 +1,7 @@
-"""Run cases inside the emulated environment, each in a process of its own, and report them one by one.
+"""Runs cases inside the emulated environment, each in its own process, and reports them one by one.
 
-A file in `on_device/` holds functions `case_…` and is run once by `on_device/runner.py` with the environment's Python.
-The tests of this folder are parametrised over its cases, found without importing the file: it needs torch_npu.
+`on_device/runner.py` runs a file of `on_device/` with the environment's Python. Tests are parametrised over its
+functions `case_…`, found without importing the file, which needs torch_npu.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cases_of(file: str | Path) -> list[str]:
 
 
 def venv(machine: Machine | None = None) -> Path:
-    """The environment of the machine's stack; without a machine, the present one's."""
+    """The environment of the machine's stack, or of the default machine's."""
     try:
         return find_venv(stack=(machine or Machine()).stack)
     except EmulationError as error:

@@ -17,8 +17,8 @@ def test_collectives(ranks: int) -> None:
     assert run.stdout.startswith("OK "), run.stdout + run.stderr[-3000:]
 
 
-def test_collectives_that_do_not_meet_are_refused() -> None:
-    """On the device such ranks hang; without a check one would take the other's data for its own."""
+def test_mismatched_collectives_are_refused() -> None:
+    """The real device hangs; without a check a rank would take another collective's data."""
     script = machine.FOLDER / "collectives.py"
     run = machine.emulate(str(script), "2", "apart", machine=Machine(devices=2))
     assert run.stdout == "OK 6\n", run.stdout + run.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The README's example: somebody else's suite, of a dense Llama on stock vllm-ascend, passes on the emulated 910B."""
+"""The README's example: a stock vllm-ascend suite for a dense Llama passes on the emulated 910B."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.long), "graphs"])
-def test_a_suite_that_does_not_know_of_the_emulator_passes_on_it(mode: str) -> None:
+def test_a_stock_suite_passes_on_the_emulator(mode: str) -> None:
     place = venv()
     suite = ["pytest", "-q", "-p", "no:cacheprovider", "-k", mode, "--rootdir", str(EXAMPLES)]
     run = subprocess.run(

@@ -39,8 +39,8 @@ def test_the_machine_reaches_torch_npu_and_the_contracts(wanted: Machine, variab
     assert machine.emulate("-c", code, machine=wanted, **variables).stdout.strip() == found
 
 
-def test_a_card_larger_than_this_machine_reports_its_size_and_allocates_what_is_here() -> None:
-    """Poison makes each byte real: without a refusal in words the kernel of the host would end the process."""
+def test_allocation_beyond_host_memory_fails_with_a_sentence() -> None:
+    """Poison makes each byte real: without this refusal the host's kernel would kill the process."""
     code = (
         "import torch; print(torch.ones(2).npu().tolist(), torch.npu.mem_get_info()[1] >> 40)\n"
         "from ascend_emulator.binding import library\n"
@@ -55,7 +55,7 @@ def test_a_card_larger_than_this_machine_reports_its_size_and_allocates_what_is_
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
 def test_expandable_segments_hold_tensors_across_pages_and_give_them_back(stack: Stack) -> None:
-    """vllm-ascend 0.23 turns them on by itself: a segment grows by pages, and what lies across two must be one."""
+    """vllm-ascend 0.23 enables them by itself. A segment grows by pages; a tensor across two must be contiguous."""
     code = (
         "import torch\n"
         "free = lambda: torch.npu.mem_get_info()[0] >> 20\n"

@@ -1,4 +1,4 @@
-"""Finding the emulated environment, the variables of its processes, and `ascend-emulate`."""
+"""The search for the emulated environment, the variables of its processes, and `ascend-emulate`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wheel(venv: Path, release: str) -> Path:
 def test_each_stack_has_its_own_environment_and_its_own_cann(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Which one is found decides which CANN is emulated: contracts of 8.3 below torch-npu 2.10 would prove nothing."""
+    """The environment decides which CANN is emulated: contracts of 8.3 below torch-npu 2.10 would prove nothing."""
     first, second = wheel(tmp_path / "env", "2.7.1.post2"), wheel(tmp_path / "env-9.1", "2.10.0.post4")
     base = {launch.VENV_VARIABLE: str(first)}
     assert launch.find_venv(base) == launch.find_venv(base, stacks.named("8.3")) == first
@@ -55,7 +55,7 @@ def test_each_stack_has_its_own_environment_and_its_own_cann(
     assert "runs on CANN 9.1, 9.0 here, not on 8.5" in capsys.readouterr().err
 
 
-def test_the_names_of_when_it_was_a_part_of_npu_gptoss_still_count(venv: Path) -> None:
+def test_old_variable_names_still_count(venv: Path) -> None:
     assert launch.find_venv({"NPU_GPTOSS_EMULATED_VENV": str(venv)}) == venv.resolve()
     found = launch.environment(Machine(), venv, {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"})
     assert found["ASCEND_EMULATOR_TND_WORKSPACE"] == "1"
@@ -63,7 +63,7 @@ def test_the_names_of_when_it_was_a_part_of_npu_gptoss_still_count(venv: Path) -
 
 
 def test_an_environment_is_prepared_once_for_its_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain `pip install` compiles nothing, and another wheel wants other libraries."""
+    """A plain `pip install` compiles nothing; other wheels need other libraries."""
     packages, made = tmp_path / "lib/python3.11/site-packages", []
     with pytest.raises(EmulatorError, match="no torch_npu"):
         prepare.prepare(tmp_path)
@@ -103,7 +103,7 @@ def test_variables_reach_the_machine(venv: Path) -> None:
     assert found["ASCEND_HOME_PATH"] == str(launch.toolkit(venv, "8.3.rc2"))
 
 
-def test_the_users_wishes_stay_and_the_emulated_libraries_come_first(venv: Path) -> None:
+def test_user_variables_stay_and_emulated_libraries_come_first(venv: Path) -> None:
     base = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "LD_LIBRARY_PATH": "/mine"}
     found = launch.environment(Machine(), venv, base)
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
@@ -112,7 +112,7 @@ def test_the_users_wishes_stay_and_the_emulated_libraries_come_first(venv: Path)
     assert switches == {"STRICT": "1", "FP32": "0", "TRACE": "", "TASK_QUEUE": ""}
 
 
-# 40 blocks of 8 MiB, each with something that stays behind it, are freed: how many MiB of them the process keeps.
+# Frees 40 blocks of 8 MiB with live memory between them, and prints how many MiB the process keeps.
 KEEPS = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -132,8 +132,8 @@ print(resident() - before)
 """
 
 
-def test_memory_of_operators_is_given_back_between_what_stays(venv: Path) -> None:
-    """A server under the soak grew from 5.0 to 7.3 GiB in 1000 requests, all of it gaps in its heap."""
+def test_freed_memory_between_live_blocks_is_given_back(venv: Path) -> None:
+    """Such gaps in the heap grew a server from 5.0 to 7.3 GiB in 1000 requests of a soak test."""
 
     def kept(variables: dict[str, str]) -> int:
         return int(subprocess.run([sys.executable, "-c", KEEPS], env=variables, stdout=-1, check=True).stdout)
@@ -203,7 +203,7 @@ def test_every_option_reaches_the_machine(venv: Path, tmp_path: Path, monkeypatc
     assert trace.read_text() == ""
     with pytest.raises(Replaced) as replaced:
         command.run(parse("--card", "910B3", "--", "sh"))
-    assert replaced.value.args[1]["MEMORY"] == "65452113920"  # what servers on real cards log, to the byte
+    assert replaced.value.args[1]["MEMORY"] == "65452113920"  # as servers on real cards log it, to the byte
     with pytest.raises(SystemExit):
         parse("--card", "910B3", "--memory", "8", "--", "sh")
     with pytest.raises(Replaced) as replaced:

@@ -19,7 +19,7 @@ def compile_library(path: Path, source: str, *flags: str) -> elf.Library:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> tuple[elf.Library, elf.Library, Path]:
-    """A library of a 'wheel', the vendor's library that it was linked with, and the folder."""
+    """A library of a 'wheel', the vendor's library that it links, and the folder."""
     source = (
         "int vendor_call(int); int _ZN6vendor5cleanEv(void); "
         "int use(void) { return vendor_call(1) + _ZN6vendor5cleanEv(); }"
@@ -32,7 +32,7 @@ def wheel(tmp_path: Path) -> tuple[elf.Library, elf.Library, Path]:
     return user, vendor, tmp_path
 
 
-def test_elf_tells_what_a_library_needs_and_defines(wheel: tuple[elf.Library, elf.Library, Path]) -> None:
+def test_elf_reads_needed_and_defined_names(wheel: tuple[elf.Library, elf.Library, Path]) -> None:
     user, vendor, _ = wheel
     assert "libvendor.so" in user.needed
     assert {"vendor_call", "_ZN6vendor5cleanEv"} <= {symbol.name for symbol in user.undefined if not symbol.weak}
@@ -47,7 +47,7 @@ def test_elf_reads_versions(tmp_path: Path) -> None:
     assert puts.version.startswith("GLIBC_")
 
 
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "text.so"
     path.write_text("not an ELF file, but long enough to be looked at: " + "x" * 100)
     with pytest.raises(ValueError, match="not a 64-bit"):

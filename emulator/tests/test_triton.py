@@ -1,5 +1,4 @@
-"""Triton-Ascend's kernels on the emulated device (on_device/triton_cases.py), those of stock vllm-ascend 0.23 among
-them (on_device/stock_triton_cases.py); the compiler has an environment."""
+"""Triton-Ascend's kernels on the emulated device: own cases, and those of stock vllm-ascend 0.23."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from emulator.tests import machine
 FILE = "triton_cases.py"
 STOCK = "stock_triton_cases.py"
 COMPILER = Path(__file__).parents[2] / ".venv-ascend-compiler"
-# the environments of both have Python 3.11
+# both environments have Python 3.11
 PACKAGES = COMPILER / "lib/python3.11/site-packages"
 
 
@@ -43,27 +42,27 @@ def test_stock_s_kernel_equals_stock_without_triton(case: str) -> None:
     machine.check(STOCK, case, Machine("9.1", triton=PACKAGES))
 
 
-def test_triton_s_interpreter_does_not_take_the_place_of_the_device(tmp_path: Path) -> None:
-    """Our own tests switch it on, and what they start would inherit it."""
+def test_triton_interpret_is_dropped_when_the_compiler_is_used(tmp_path: Path) -> None:
+    """Our own tests set it, and their child processes would inherit it."""
     base = {"TRITON_INTERPRET": "1"}
     assert "TRITON_INTERPRET" not in environment(Machine(triton=tmp_path), tmp_path, base)
     assert environment(Machine(), tmp_path, base)["TRITON_INTERPRET"] == "1"
 
 
-def test_an_environment_without_the_compiler_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
+def test_environment_without_the_compiler_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(EmulatorError, match=r"has no triton, ascendnpuir, pybind11 .*make setup-ascend-compiler"):
         site_packages(tmp_path)
 
 
-def test_a_trace_does_not_leave_out_what_a_kernel_does_with_memory_in_a_new_way() -> None:
+def test_trace_refuses_unknown_memory_accesses() -> None:
     head = "  func.func @kernel(%arg0: memref<?xi32>, %arg1: i32) attributes {} {"
     piece = "    %piece = memref.reinterpret_cast %arg0 to offset: [0], sizes: [4], strides: [1] : memref<?xi32> to {}"
     kind = "memref<4xi32, strided<[1]>>"
     known = [head, piece.format(kind), f"    %0 = memref.load %piece[%c0] : {kind}"]
     assert "call @kernel_read_i32" in telling("\n".join(known))
-    with pytest.raises(CompilerError, match=r"not known what this reads or writes: hivm\.gather %piece"):
+    with pytest.raises(CompilerError, match=r"its access is unknown: hivm\.gather %piece"):
         telling("\n".join([*known, "    hivm.gather %piece"]))
-    with pytest.raises(CompilerError, match="not known how memref<4xi32, #map> lies in memory"):
+    with pytest.raises(CompilerError, match="memref<4xi32, #map> is unknown"):
         telling("\n".join([*known[:2], "    %0 = memref.load %piece[%c0] : memref<4xi32, #map>"]))
     other = "    %piece = memref.subview %alloc[0] [4] [1] : memref<8xi32> to memref<4xi32>"
     assert telling("\n".join([*known, other, "    hivm.gather %piece"])).count("call @") == 1

@@ -1,7 +1,6 @@
-"""Triton-Ascend's kernels without an Ascend: Huawei's own compiler, as far as it goes on a machine without CANN.
+"""Runs Triton-Ascend's kernels without an Ascend: Huawei's compiler, as far as it goes without CANN.
 
-`lowering.py` takes a kernel to linalg with triton-ascend's front end, `host.py` builds that for this machine's CPU,
-`touched.py` has it tell which bytes it touches, `planner.py` gives it to `bishengir-compile` for a 910B, `launches.py`
-runs what a program launches by one of these.
-The packages are triton-ascend and ascendnpu-ir; importing this package imports neither.
+`lowering.py` lowers a kernel to linalg with triton-ascend's front end. `host.py` builds that for this CPU, `touched.py`
+makes it count the bytes that it touches, `planner.py` compiles it for a 910B, `launches.py` runs a program's launches.
+The packages are triton-ascend and ascendnpu-ir; importing this package does not import them.
 """

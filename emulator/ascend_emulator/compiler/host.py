@@ -1,7 +1,7 @@
-"""A kernel's linalg built for this machine's CPU: MLIR's own passes, then LLVM, both of the compiler's wheels.
+"""Builds a kernel's linalg for this machine's CPU, with MLIR's passes and LLVM from the compiler's wheels.
 
-The same linalg goes to the 910B's back end (`planner.py`), so what runs here is the kernel as that back end gets it. It
-is C-like code on main memory: no rounding mode, saturation or DMA of the card is in it.
+The 910B's back end (`planner.py`) gets the same linalg. Here it becomes C-like code on main memory, without the card's
+rounding modes, saturation or DMA.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _C_TYPES = {
 
 
 class HostKernel:
-    """A kernel as a function of this machine. traced: it can say which bytes it touched."""
+    """A kernel as a function on this machine. traced: it counts the bytes that it touches."""
 
     def __init__(self, program: Program, *, traced: bool = False) -> None:
         self.program = program
@@ -62,10 +62,10 @@ class HostKernel:
         self.function.restype = None
 
     def __call__(self, grid: Sequence[int], arguments: Sequence[Any]) -> None:
-        """grid: up to three numbers of programs, which run one after the other. arguments: contiguous tensors of this
-        machine's memory and numbers, in the order of the program's types.
+        """Runs the programs of the grid (up to three sizes) one after the other.
 
-        Each tensor lies between two zones of numbers that nobody meant. Raises OutOfBounds when one was written to.
+        arguments: contiguous CPU tensors and numbers, in the order of the program's types. Guard zones enclose each
+        tensor; raises OutOfBounds if the kernel wrote into one.
         """
         guards = {
             place: Guarded(name, arguments[place])
@@ -77,14 +77,14 @@ class HostKernel:
             guard.give_back()
 
     def on_addresses(self, grid: Sequence[int], arguments: Sequence[Any]) -> None:
-        """As a card would: of a tensor its address alone is taken, and what lies around it is not looked at."""
+        """Runs on the tensors' own addresses, as a card would, without guard zones."""
         values: list[Any] = []
         for argument, (_, kind) in zip(arguments, self.program.types, strict=True):
             values += _memref(argument.data_ptr()) if kind.startswith("*") else [_C_TYPES[kind](argument)]
         self._run((*grid, 1, 1)[:3], values)
 
     def touched(self) -> tuple[int, int]:
-        """Bytes of its tensors that were read and written since the last question, each once, where it is traced."""
+        """Bytes of its tensors read and written since the last call, each once. Needs `traced`."""
         ask = self.library.kernel_told
         ask.restype = ctypes.c_int64
         return ask(0), ask(1)
@@ -95,17 +95,17 @@ class HostKernel:
             for y in range(sizes[1]):
                 for z in range(sizes[2]):
                     place = [ctypes.c_int32(i) for i in (x, y, z)]
-                    # the first two: a lock and a work space, which a kernel of vector cores does not use
+                    # the first two: a lock and a work space, which kernels of vector cores do not use
                     self.function(*_memref(0), *_memref(0), *values, *counts, *place)
                     self.library.kernel_release()
 
 
 class OutOfBounds(RuntimeError):
-    """A kernel wrote outside of a tensor that it was given."""
+    """A kernel wrote outside a tensor that it was given."""
 
 
 class Guarded:
-    """A copy of a tensor's bytes, with a zone before and behind it."""
+    """A copy of a tensor's bytes between two guard zones."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
@@ -127,19 +127,19 @@ class Guarded:
 
 
 def _memref(address: int) -> list[Any]:
-    """Of rank one, as MLIR passes it: allocated, aligned, offset, size, stride."""
+    """A memref of rank one in MLIR's calling convention: allocated, aligned, offset, size, stride."""
     pointer = ctypes.c_void_p(address)
     return [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(1 << 40), ctypes.c_int64(1)]
 
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
+    """A temporary folder, removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ascend-compiler-")
 
 
 def _shared_object(program: Program, linalg: str) -> Path:
-    """Raises CompilerError: what triton-ascend lowers to more than plain linalg has no code on a CPU."""
+    """Raises CompilerError if triton-ascend lowers the program to more than plain linalg, which a CPU cannot run."""
     lowered = run(tools().opt, linalg, PASSES)
     if lowered.status:
         raise CompilerError(f"{program} has no code on this machine's CPU: {lowered.reason()}")
@@ -158,7 +158,7 @@ def _shared_object(program: Program, linalg: str) -> Path:
 
 
 def _object_code(text: Path) -> bytes:
-    """Of a module in LLVM's dialect, by the LLVM within triton-ascend."""
+    """Object code of a module in LLVM's dialect, from the LLVM in triton-ascend."""
     from triton._C.libtriton import ir, llvm
 
     context = ir.context()

@@ -1,4 +1,4 @@
-"""What `kernel[grid](…)` does inside: Triton's interpreter, or the lowered kernel on this machine's CPU."""
+"""Replaces `kernel[grid](…)` by Triton's interpreter, or by the lowered kernel on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }
-# keywords of a launch that are no arguments of the kernel
+# keywords of a launch that are not arguments of the kernel
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "multibuffer")
 Launch = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 
@@ -45,10 +45,7 @@ def lowered(made: dict[Any, HostKernel], changed: Mapping[str, str] | None = Non
 
 
 def parted(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Its constants, the other arguments, and Triton's words for their types.
-
-    As Triton has it, None and a whole number of 1 are constants, too.
-    """
+    """The kernel's constants (for Triton also None and the integer 1), other arguments, and Triton's type names."""
     constants = {
         p.name: value
         for p in kernel.params
@@ -69,7 +66,7 @@ def interpreted(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -
 
 @contextmanager
 def _language_kept() -> Iterator[None]:
-    """The interpreter puts functions of its own into `triton.language` for good, and then nothing is compiled."""
+    """Undoes the interpreter's changes to `triton.language`, with which nothing could be compiled later."""
     import triton.language
 
     modules = [module for name, module in sys.modules.items() if f"{name}.".startswith("triton.language.")]
@@ -88,7 +85,7 @@ def _language_kept() -> Iterator[None]:
 
 @contextmanager
 def launching(launch: Launch) -> Iterator[None]:
-    """Inside, every launch of a `triton.jit` function is this one; its tensors are this machine's."""
+    """Replaces every launch of a `triton.jit` function inside the block; its tensors are on the CPU."""
     tools()
     from triton.runtime.jit import JITFunction
 
@@ -97,7 +94,7 @@ def launching(launch: Launch) -> Iterator[None]:
 
 
 def run_by(launch: Launch) -> Callable[..., None]:
-    """In the place of `JITFunction.run`."""
+    """Makes the replacement of `JITFunction.run`."""
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
         keywords = {name: value for name, value in keywords.items() if name not in OPTIONS}

@@ -1,4 +1,4 @@
-"""A Triton kernel to linalg, by triton-ascend's front end and with its options for a 910B."""
+"""Lowers a Triton kernel to linalg with triton-ascend's front end and its options for a 910B."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ READ = 0  # triton-ascend's kind of a tensor; 1: written, 2: both
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel for certain types and constants. types: of its arguments that are no constants, in their order, as
-    Triton writes them ("*i16", "i32"). linalg: its text in MLIR."""
+    """A kernel for given types and constants. types: of its other arguments, in order, as Triton names them ("*i16",
+    "i32"). linalg: MLIR text."""
 
     name: str
     types: tuple[tuple[str, str], ...]
@@ -26,7 +26,7 @@ class Program:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Which of its arguments it writes to, by their places in `types`."""
+        """Indices in `types` of the arguments that the kernel writes."""
         pointers = [place for place, (_, kind) in enumerate(self.types) if kind.startswith("*")]
         arguments = re.findall(r"%arg\d+: memref<[^>]*>( \{[^}]*\})?", self.linalg.partition(") attributes")[0])
         given = arguments[len(arguments) - len(pointers) :]  # behind a lock and a work space
@@ -38,7 +38,7 @@ class Program:
 
 
 def lower(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Program:
-    """kernel: a `triton.jit` function. Raises CompilerError when the front end does not take it."""
+    """Lowers a `triton.jit` function. Raises CompilerError when the front end refuses it."""
     tools()
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget

@@ -1,7 +1,7 @@
-"""A kernel given to `bishengir-compile` for a 910B: HFusion, HIVM, and the plan of the on-chip memory.
+"""Compiles a kernel for a 910B with `bishengir-compile`: HFusion, HIVM, and the plan of the on-chip memory.
 
-Without CANN it stops where it would call `hivmc`, which makes the card's machine code. Everything before has run then:
-the kernel consists of operations of the card, and its buffers have places. What no `hivmc` means is in docs/verify.md.
+Without CANN it stops before `hivmc`, which makes the machine code. By then the kernel consists of the card's operations
+and its buffers have places. docs/verify.md explains the missing step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ascend_emulator.compiler.lowering import TARGET, Program
 from ascend_emulator.compiler.tools import CompilerError, run, tools
 
-# those that triton-ascend gives it (backends/ascend/compiler.py, linalg_to_bin_enable_npu_compile_A2_A3)
+# triton-ascend's options (backends/ascend/compiler.py, linalg_to_bin_enable_npu_compile_A2_A3)
 OPTIONS = (
     f"--target={TARGET}",
     "--enable-auto-multi-buffer=True",
@@ -23,8 +23,8 @@ OPTIONS = (
     "--enable-hivm-compile=true",
     "--enable-triton-kernel-compile=true",
 )
-AVAILABLE = {"ub": 196608}  # bytes of a vector core, as the compiler says when it refuses
-STOPPED = "External hivmc run fails"  # no CANN: the last step is missing, and nothing else is
+AVAILABLE = {"ub": 196608}  # bytes of a vector core, from the compiler's refusals
+STOPPED = "External hivmc run fails"  # no CANN: only the last step is missing
 _OVERFLOW = re.compile(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available")
 _PLANNED = re.compile(r"pointer_cast\(([^)]*)\)[^:]*: memref<((?:\d+x)*)(\w+)[^#]*#hivm\.address_space<(\w+)>")
 _VECTOR = re.compile(r"hivm\.hir\.v\w+ .*outs\(.* : memref<((?:\d+x)+)")
@@ -34,13 +34,12 @@ _GIVEN_UP = re.compile(r"automatically set ([\w-]+) to false; compilation then s
 
 @dataclass(frozen=True)
 class Plan:
-    """What the compiler made of a program. refusal: "" for none.
+    """The compiler's result for a program. refusal: "" for none.
 
-    memory: bytes of each on-chip memory ("ub") that the plan reaches to, or that are asked for and are not there.
-    without: what it gave up to make the buffers fit: moving code out of loops, two buffers in turn.
-    operations: how often each operation of the card occurs. vectors: those of the vector unit, by the number of
-    elements that each makes; how often a loop runs is not in it. scalar: loads and stores of single elements, which the
-    scalar unit does one by one.
+    memory: bytes of each on-chip memory ("ub") that the plan takes, or that it needs and the card lacks.
+    without: optimisations dropped to make the buffers fit: moving code out of loops, double buffering.
+    operations: count of each operation of the card. vectors: counts of vector operations by elements per operation,
+    regardless of loops. scalar: loads and stores of single elements, which the scalar unit does in turn.
     """
 
     refusal: str
@@ -52,8 +51,8 @@ class Plan:
 
 
 def plan(program: Program) -> Plan:
-    """Raises CompilerError where the compiler itself does not run."""
-    text = re.sub(r', mix_mode\s*=\s*"[^"]*"', "", program.linalg)  # triton-ascend takes it out, too
+    """Compiles the program. Raises CompilerError if the compiler itself does not run."""
+    text = re.sub(r', mix_mode\s*=\s*"[^"]*"', "", program.linalg)  # triton-ascend removes it, too
     done = run(tools().compile, text, (*OPTIONS, "--mlir-print-ir-after=hivm-plan-memory"))
     if "Unknown command line argument" in done.said:
         raise CompilerError(f"bishengir-compile is not ascendnpu-ir 1.2.0's: {done.said.strip().splitlines()[0]}")
@@ -71,7 +70,7 @@ def plan(program: Program) -> Plan:
 
 
 def _last_attempt(said: str) -> str:
-    """The functions as they left the planner in the last attempt: it tries again without what costs memory."""
+    """The functions after the planner's last attempt; each retry drops an optimisation that costs memory."""
     attempts = said.split("[NOTE] Ub overflow detected")
     dumps = re.split(r"// -----// IR Dump After PlanMemory[^\n]*\n", attempts[-1])[1:]
     return next((dump for dump in reversed(dumps) if "pointer_cast" in dump), "")
@@ -83,7 +82,7 @@ def _elements(dims: str) -> int:
 
 
 def _planned(text: str) -> dict[str, int]:
-    """How far the buffers reach in each memory."""
+    """Bytes of each memory up to the end of the last buffer."""
     constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
     reach: dict[str, int] = {}
     for places, dims, kind, space in _PLANNED.findall(text):

@@ -1,4 +1,4 @@
-"""Where the compiler's programs are: triton-ascend and ascendnpu-ir, both wheels."""
+"""Finds and runs the compiler's programs, from the wheels of triton-ascend and ascendnpu-ir."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HOW = "make setup-ascend-compiler makes an environment that has all (.venv-ascen
 
 
 class CompilerError(EmulatorError):
-    """The compiler cannot be used here, or does not take a kernel."""
+    """The compiler is not usable here, or refuses a kernel."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """adapter: Triton's dialect to linalg. opt: single passes, MLIR's own among them. compile: the whole way."""
+    """adapter: Triton's dialect to linalg. opt: single passes, MLIR's own too. compile: the whole pipeline."""
 
     adapter: Path
     opt: Path
@@ -31,7 +31,7 @@ class Tools:
 
 @functools.cache
 def tools() -> Tools:
-    """Finds the programs, and puts them where triton-ascend looks for them. Raises CompilerError."""
+    """Finds the programs and puts them where triton-ascend looks for them. Raises CompilerError."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise CompilerError("TRITON_INTERPRET is set, and with it Triton compiles nothing: unset it")
     folders = {}
@@ -57,21 +57,21 @@ def tools() -> Tools:
 
 @dataclass(frozen=True)
 class Run:
-    """output: the file that was written, "" for none. said: all that the program said."""
+    """output: the written file, "" for none. said: all output of the program."""
 
     status: int
     output: str
     said: str
 
     def reason(self) -> str:
-        """The first error that is about the kernel, without its place in a file that is gone."""
+        """The first error about the kernel, without the path of the removed file."""
         errors = [line.partition("error: ")[2] for line in self.said.splitlines() if "error: " in line]
         own = [error for error in errors if not error.startswith("Failed to run BiShengHIR pipeline")]
         return (own or errors or self.said.strip().splitlines()[-1:] or [f"exit status {self.status}, no word"])[0]
 
 
 def run(program: Path, text: str, options: Sequence[str]) -> Run:
-    """Of MLIR: a text in, a text out."""
+    """Runs a program of MLIR: text in, text out."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "kernel.mlir", Path(folder) / "out.mlir"
         source.write_text(text)

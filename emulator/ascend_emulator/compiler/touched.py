@@ -1,7 +1,7 @@
-"""A program that says which bytes of its tensors it reads and writes, for a trace: each access tells the runtime.
+"""Instruments a program for traces: each access reports the bytes of its tensors that it reads or writes.
 
-Linalg names each piece of a tensor before it is copied in or written, so the calls go in front of those lines, with the
-piece as their argument; `runtime.c` keeps where it lies.
+Linalg names each piece of a tensor before it copies or writes it, so a call with the piece as argument goes in front of
+that line; `runtime.c` records its addresses.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LAYOUT = re.compile(r"memref<(?P<dims>(?:[\d?]+x)*)(?P<element>\w+)(?:, strided
 
 
 def telling(linalg: str) -> str:
-    """Raises CompilerError for a line that uses a tensor's memory in a way that is not known here."""
+    """Inserts the calls. Raises CompilerError for a line that uses a tensor's memory in an unknown way."""
     head, _, _ = linalg.partition(") attributes")
     pieces, elements, lines = set(_POINTER.findall(head)), set(), []
     for line in linalg.splitlines():
         made = _PIECE.search(line)
-        if made:  # a name may have been another's in a block before
+        if made:  # an earlier block may have used the name for something else
             (pieces.add if made[2] in pieces else pieces.discard)(made[1])
         elif " func.func " not in line and (used := pieces & set(re.findall(r"%[\w-]+", line))):
             for call, element in _calls(line, used, len(lines)):
@@ -54,15 +54,15 @@ def telling(linalg: str) -> str:
 
 
 def _calls(line: str, used: set[str], number: int) -> Iterator[tuple[str, str]]:
-    """The lines in front of this one, and the elements' type of each. used: the pieces in it. number: for names."""
+    """The calls in front of a line, each with its element type. used: pieces in it. number: makes names unique."""
     found = [(access, use) for access, pattern in _USES if (use := pattern.search(line)) and use[1] in used]
     if {use[1] for _, use in found} != used:
-        raise CompilerError(f"the bytes of a trace: it is not known what this reads or writes: {line.strip()}")
+        raise CompilerError(f"a trace cannot count the bytes of this line, its access is unknown: {line.strip()}")
     for access, use in found:
         name, kind = use[1], use[use.lastindex]
         layout = _LAYOUT.fullmatch(kind)
         if layout is None:
-            raise CompilerError(f"the bytes of a trace: it is not known how {kind} lies in memory: {line.strip()}")
+            raise CompilerError(f"a trace cannot count the bytes of this line, {kind} is unknown: {line.strip()}")
         element, rank = layout["element"], layout["dims"].count("x")
         if use.lastindex == 3:  # one element
             ones, strides = ", ".join(["1"] * rank), layout["strides"] or "[1]"

@@ -1,4 +1,4 @@
-"""Gated activations: plain swiglu, the clipped one (from CANN 8.5), and the one between two int8 matmuls."""
+"""Gated activations: plain swiglu, clipped swiglu (from CANN 8.5), and the activation between two int8 matmuls."""
 
 from __future__ import annotations
 
@@ -58,10 +58,7 @@ def clipped_swiglu(
     bias: float = 1.0,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """interleaved: gate and up are the even and odd entries along dim, else its halves.
-
-    Rows past the sum of the groups are unwritten.
-    """
+    """interleaved: gate and up are the even and odd entries along dim, else halves. Rows past groups are unwritten."""
     call = Call.of("npu_clipped_swiglu", "aclnnClippedSwiglu")
     call.reject(66, "module 'torch_npu' has no attribute 'npu_clipped_swiglu' (op-plugin 7.2.0)", Layer.BINDING)
     call.require(x.dim() > 1, 67, f"x should have two dimensions or more, got {shape(x)}", Layer.PARAMETER)
@@ -121,10 +118,7 @@ def dequant_swiglu_quant(
     glu_alpha: float = 1.702,
     glu_bias: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [tokens, 2H] -> int8 [tokens, H] and float32 scales [tokens].
-
-    swiglu_mode 1 is the clipped form on even and odd entries.
-    """
+    """x [tokens, 2H] -> int8 [tokens, H], float32 scales [tokens]. swiglu_mode 1: clipped, even and odd entries."""
     call = Call.of("npu_dequant_swiglu_quant", "aclnnDequantSwigluQuantV2")
     call.require(
         x.dtype in (torch.int32, torch.bfloat16, torch.float16) or call.context.stands_for(x.dtype, torch.bfloat16),

@@ -153,7 +153,7 @@ def flash_attention_qlens(
 ) -> None:
     """Packed chunks behind a cached prefix: seq_len new rows of context_lens keys, causal from the end of the keys.
 
-    The compressed mask (a small triangle that is repeated) is taken as causal, whatever it holds.
+    Takes the compressed mask (a small triangle that is repeated) as causal without reading it.
     """
     call = Call.of("_npu_flash_attention_qlens", "SelfAttentionOperation")
     _check(call, query, out, num_heads, num_kv_heads)

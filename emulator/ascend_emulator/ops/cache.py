@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache."""
+"""Writes keys and values into the paged cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NZ_INNER = 16  # elements of 16 bits in the innermost 32 bytes
 
 
 def _slots(call: Call, slots: torch.Tensor, capacity: int, *, skip_negative: bool) -> torch.Tensor:
-    """Row numbers to write, -1 for rows to leave out."""
+    """Row numbers to write; -1 skips a row."""
     rows = slots.flatten().long()
     wild = (rows >= capacity) | (rows < (-(1 << 40) if skip_negative else 0))
     if wild.any():
@@ -81,9 +81,8 @@ def reshape_and_cache(
 
 
 @kernel(
-    "npu::npu_scatter_pa_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None) -> "
-    "()"
+    "npu::npu_scatter_pa_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor "
+    "slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None) -> ()"
 )
 def scatter_pa_kv_cache(
     key: torch.Tensor,
@@ -96,7 +95,7 @@ def scatter_pa_kv_cache(
     compress_seq_offsets: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
 ) -> None:
-    """As above through aclnn; caches [n, block, N, D] or [n, N * D / 16, block, 16], told apart by their shape."""
+    """The same through aclnn; the shape of the caches selects [n, block, N, D] or [n, N * D / 16, block, 16]."""
     call = Call.of("npu_scatter_pa_kv_cache", "aclnnScatterPaKvCache")
     tensors = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
     dtypes = {t.dtype for t in tensors.values()}

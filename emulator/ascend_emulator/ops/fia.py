@@ -1,7 +1,6 @@
 """npu_fused_infer_attention_score, versions 1 and 2: plain, `.out` with a caller's workspace, and the workspace query.
 
-Schemas as registered by torch_npu 2.7.1. `.out` takes its two outputs as one list, as the wheel's own registration
-does.
+Schemas as in torch_npu 2.7.1, whose `.out` takes its two outputs as one list.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ _ACLNN_V2 = "aclnnFusedInferAttentionScoreV4"
 _QUANTISED = ("dequant_", "quant_", "antiquant_", "key_antiquant_", "value_antiquant_", "key_rope_antiquant_")
 _V2_ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, Tensor? key_rope=None, Tensor? "
-    "pse_shift=None, "
-    "Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None, Tensor? "
-    "block_table=None, "
-    "Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None, Tensor? dequant_offset_key=None, "
-    "Tensor? dequant_scale_value=None, Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None, "
-    "Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, Tensor? learnable_sink=None, int num_query_heads=1, "
-    "int num_key_value_heads=0, float softmax_scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647, "
+    "pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None, Tensor? "
+    "block_table=None, Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None, Tensor? "
+    "dequant_offset_key=None, Tensor? dequant_scale_value=None, Tensor? dequant_offset_value=None, Tensor? "
+    "dequant_scale_key_rope=None, Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, Tensor? "
+    "learnable_sink=None, int num_query_heads=1, int num_key_value_heads=0, float softmax_scale=1.0, int "
+    "pre_tokens=2147483647, int next_tokens=2147483647, "
     'str input_layout="BSH", int sparse_mode=0, int block_size=0, int query_quant_mode=0, int key_quant_mode=0, '
     "int value_quant_mode=0, int inner_precise=0, bool return_softmax_lse=False, int? query_dtype=None, "
     "int? key_dtype=None, int? value_dtype=None, int? query_rope_dtype=None, int? key_rope_dtype=None, "
@@ -57,7 +55,7 @@ _LENGTHS_V1 = ("actual_seq_lengths", "actual_seq_lengths_kv", "actual_shared_pre
 
 
 def _of(a: Arguments, **own: Any) -> FiaCall:
-    """own: what the two versions call differently, or only one has."""
+    """own: arguments that only one version has, or that the versions name differently."""
     return FiaCall(
         query=a.query,
         key=a.key,
@@ -136,7 +134,7 @@ def _compute_into(call: Call, fia: FiaCall, workspace: torch.Tensor | None, out:
 
 
 def _unknown_kernel(call: Call, plan: Plan) -> bool:
-    """Whether the sink sends this call to the kernel "split fuse", which this emulator has not [R93]."""
+    """True if the sink sends this call to the kernel "split fuse", which the emulator lacks [R93]."""
     fia = plan.call
     if fia.sink is None or not call.holds(93):
         return False
@@ -205,7 +203,7 @@ def fused_infer_attention_score_get_max_workspace(arguments: Arguments) -> torch
     bundle=True,
 )
 def fused_infer_attention_score_v2_infer_output(a: Arguments) -> Pair:
-    """torch-npu 2.10's: the unwritten outputs of a call, for its updates of graphs."""
+    """torch-npu 2.10: allocates a call's outputs for its updates of graphs."""
     call = Call.of(f"_{V2}_infer_output", _ACLNN_V2)
     call.require(a.input_layout == "TND" and a.quant_scale_out is None, None, f"only TND is emulated: {a.input_layout}")
     tokens, heads = a.query.shape[:2]

@@ -1,4 +1,4 @@
-"""One call of npu_fused_infer_attention_score under one set of names, and the checks that all layouts share."""
+"""One call of npu_fused_infer_attention_score with version 2's names, and the checks that all layouts share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPRESSED_MODES = (2, 3, 4)
 
 @dataclass
 class FiaCall:
-    """The arguments of either version under one set of names (those of version 2)."""
+    """The arguments of either version, with version 2's names."""
 
     version: int
     query: torch.Tensor
@@ -50,7 +50,7 @@ class FiaCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """A call found legal: `requests` holds (first query row or batch index, query length, key length)."""
+    """A legal call. `requests` holds (first query row or batch index, query length, key length)."""
 
     call: FiaCall
     requests: tuple[tuple[int, int, int], ...]
@@ -63,7 +63,7 @@ class Plan:
 
 
 def strided(fia: FiaCall) -> dict[str, torch.Tensor]:
-    """Operands that the operator's definition copies whole in every call, since they are not contiguous [R35]."""
+    """Operands that the operator copies whole in every call because they are not contiguous [R35]."""
     operands = {name: getattr(fia, name) for name in ("query", "key", "value")}
     return {name: tensor for name, tensor in operands.items() if not tensor.is_contiguous()}
 

@@ -1,9 +1,8 @@
-"""What npu_fused_infer_attention_score accepts, in the order in which a real call finds out.
+"""The contract of npu_fused_infer_attention_score, in the order of a real call's checks on CANN 8.3.RC1.
 
-The order is that of CANN 8.3.RC1: torch_npu's binding allocates the outputs, aclnn looks at pointers and dtypes, the
-fused operator's tiling at sink and layout, then the prompt operator's tiling at precision, mask dtype, sequence
-lengths, shapes, pages and sparse mode. From CANN 8.5 on another kernel has the call (FiaTilingNonQuant), which differs
-where `Call.context` says so.
+torch_npu's binding allocates the outputs; aclnn checks pointers and dtypes; the fused operator's tiling checks sink and
+layout; the prompt operator's tiling checks precision, mask dtype, lengths, shapes, pages and sparse mode. From CANN 8.5
+on another kernel (FiaTilingNonQuant) takes the call; `Call.context` selects its differences.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ascend_emulator.rules import Call, Layer
 
 
 def check(call: Call, fia: FiaCall, *, for_workspace: bool = False) -> Plan:
-    """The call as a plan; raises ContractError with the first rule that it breaks."""
+    """Returns the call as a plan. Raises ContractError for the first broken rule."""
     qlen = host_lengths(call, fia.qlen, "actual_seq_qlen")
     kvlen = host_lengths(call, fia.kvlen, "actual_seq_kvlen")
     _check_binding(call, fia)
@@ -127,7 +126,7 @@ def _check_precision_and_mask_type(call: Call, fia: FiaCall) -> None:
 
 
 def _check_batched(call: Call, fia: FiaCall, qlen: list[int] | None, kvlen: list[int] | None) -> Plan:
-    """BSH, BSND and BNSD: what vllm-ascend's own window decode uses (version 1, one query per request, paged)."""
+    """BSH, BSND and BNSD, as in vllm-ascend's window decode (version 1, one query per request, paged)."""
     query = fia.query
     rank = 3 if fia.layout == "BSH" else 4
     call.require(query.dim() == rank, 8, f"Layout is {fia.layout}, queryDims must be {rank}! but got {shape(query)}")

@@ -1,4 +1,4 @@
-"""Attention as a defective kernel computes it: `ascend_emulator.defects` tells which, and from where."""
+"""Attention as a defective kernel computes it; `ascend_emulator.defects` names the defects and their sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _window_calls = [0]
 
 
 def merges_heads(plan: Plan, context: OpContext) -> bool:
-    """Whether this call takes the path of the defect: packed tokens, one row a request, groups of at most 16 heads."""
+    """True if this call takes the defect's path: packed tokens, one row per request, groups of at most 16 heads."""
     fia = plan.call
     return (
         "merged-heads" in context.defects
@@ -65,7 +65,7 @@ def spoil_sums(
     kv_len: int,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The sinks of this request as the defect has them, and what it adds to each row's denominator [q_len, 1]."""
+    """A request's sinks under the defect, and the defect's addition to each row's denominator [q_len, 1]."""
     defects, windowed = context.defects, plan.call.sparse_mode == 4
     if sink is not None and windowed and "window-race" in defects:
         _window_calls[0] += index == 0

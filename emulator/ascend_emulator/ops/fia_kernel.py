@@ -1,9 +1,9 @@
 """The mathematics of npu_fused_infer_attention_score, one request at a time.
 
-Per query row of head h: scores s = scale * q.k in float32, m their maximum (the sink takes no part), p = exp(s - m)
-rounded to the query's dtype before it meets the values, denominator sum(p) + exp(sink[h] - m) from the unrounded p and
-the unscaled sink. log-sum-exp leaves the sink out on CANN 8.3 and includes it from 8.5. A row that sees nothing gives 0
-and an infinite log-sum-exp.
+Per query row of head h: scores s = scale * q.k in float32, m their maximum (without the sink), p = exp(s - m) rounded
+to the query's dtype before it multiplies the values, denominator sum(p) + exp(sink[h] - m) from the unrounded p and the
+unscaled sink. log-sum-exp omits the sink on CANN 8.3 and includes it from 8.5. A row without visible keys gives 0 and
+an infinite log-sum-exp.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [q, N, D], key [kv, N_kv, D], value [kv, N_kv, D_v], visible [q, kv] -> [q, N, D_v] and [q, N], float32.
 
-    left: [q, 1], what a defect adds to the denominators.
+    left: [q, 1], added to the denominators by a defect.
     """
     q_len, heads, dim = query.shape
     kv_heads = value.size(1)
@@ -156,7 +156,7 @@ def _keys(
 
 
 def _pages(cache: torch.Tensor, blocks: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The named blocks in order, [tokens, N_kv, D], from any of the three cache shapes."""
+    """The given blocks in order, [tokens, N_kv, D], from any of the three cache shapes."""
     pages = cache[blocks]
     if cache.dim() == 3:
         return pages.reshape(-1, kv_heads, cache.size(2) // kv_heads)

@@ -1,13 +1,13 @@
-"""Which keys a query row sees, and how the 2048 x 2048 compressed mask is read.
+"""Visibility of keys, and how the kernel reads the 2048 x 2048 compressed mask.
 
-The attention kernel of CANN 8.3.RC1 for packed tokens never reads the mask at the tokens' own positions. It works in
-tiles (up to 512 query rows by up to 512 keys, sliced into at most 16 rows per vector core pass) and reads, for each
-slice, a window of the mask shifted by the distance between the slice's first row and the tile's first key: to the right
-when the keys lie ahead, down when they lie behind, clamped to the slice. Ones of that first reading are masked. A band
+For packed tokens the attention kernel of CANN 8.3.RC1 never reads the mask at the tokens' own positions. It works in
+tiles (up to 512 query rows by up to 512 keys, sliced into at most 16 rows per vector core pass). For each slice it
+reads a window of the mask, shifted by the distance between the slice's first row and the tile's first key: to the right
+if the keys lie ahead, down if they lie behind, clamped to the slice. Ones of this reading are masked. A band
 (sparse_mode 4) reads a second window, shifted further by pre_tokens + 1, whose *zeros* are masked. Readings that cannot
-mask anything are skipped. With the strict upper triangle this is exactly: key c is seen from absolute position p iff p
-- pre_tokens <= c <= p + next_tokens, positions anchored at the end of the keys. With anything else in the mask it is
-not, and long chunks show it.
+mask anything are skipped. With the strict upper triangle, key c is seen from absolute position p iff p - pre_tokens <=
+c <= p + next_tokens, with positions anchored at the end of the keys. Other masks give other keys, which shows in long
+chunks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _triangle: torch.Tensor | None = None
 
 
 def is_strict_triangle(mask: torch.Tensor) -> bool:
-    """Whether the last two dimensions hold exactly the strict upper triangle of ones."""
+    """True if the last two dimensions are exactly the strict upper triangle of ones."""
     global _triangle
     if _triangle is None:
         _triangle = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.uint8).triu_(1)
     plain = mask.detach().reshape(MASK_SIDE, MASK_SIDE).view(torch.uint8)
     if plain.storage_offset() % 8:
         return torch.equal(plain, _triangle)
-    return torch.equal(plain.view(torch.int64), _triangle.view(torch.int64))  # eight at a time: every layer asks
+    return torch.equal(plain.view(torch.int64), _triangle.view(torch.int64))  # eight at a time: every layer checks
 
 
 def band(q_len: int, kv_len: int, pre_tokens: int, next_tokens: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _up(value: int, step: int) -> int:
 def read_as_hardware_does(
     mask: torch.Tensor, q_len: int, kv_len: int, mode: int, pre_tokens: int, next_tokens: int, tiling: Tiling
 ) -> torch.Tensor:
-    """Visibility [q_len, kv_len] of one request under whatever `mask` holds (2048 x 2048, non-zero masks)."""
+    """Visibility [q_len, kv_len] of one request under any `mask` (2048 x 2048, non-zero masks)."""
     ones = mask.detach().reshape(MASK_SIDE, MASK_SIDE) != 0
     seen = torch.zeros(q_len, kv_len, dtype=torch.bool)
     for first in range(0, q_len, tiling.rows):
@@ -89,7 +89,7 @@ def read_as_hardware_does(
 def _key_range(
     first: int, tile_rows: int, q_len: int, kv_len: int, mode: int, pre_tokens: int, next_tokens: int
 ) -> tuple[int, int]:
-    """The keys that one tile of rows visits at all, aligned to 8."""
+    """The keys that a tile of rows visits at all, aligned to 8."""
     begin, end = 0, min(first + tile_rows + kv_len - q_len, kv_len)
     if mode == 4:
         begin = max(first - (pre_tokens + q_len - kv_len), 0)
@@ -127,6 +127,6 @@ def _slice(
 
 
 def _window(ones: torch.Tensor, distance: int, height: int, width: int, step: int, tile_keys: int) -> torch.Tensor:
-    """The part of the mask that stands for a slice whose first row is `distance` after its first key."""
+    """The part of the mask for a slice whose first row is `distance` after its first key."""
     down, right = (min(distance, tile_keys), 0) if distance > 0 else (0, min(-distance, step))
     return ones[down : down + height, right : right + width]

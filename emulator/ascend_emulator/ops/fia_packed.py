@@ -1,4 +1,4 @@
-"""What npu_fused_infer_attention_score demands of packed tokens (layouts TND and NTD_TND), in the tiling's order."""
+"""The contract of npu_fused_infer_attention_score for packed tokens (TND and NTD_TND), in the tiling's order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def check_packed(call: Call, fia: FiaCall, qlen: list[int] | None, kvlen: list[i
         call.require(
             len(qlen) <= MAX_REQUESTS and len(kvlen) <= MAX_REQUESTS,
             13,
-            f"Array length of the query's actual sequence lengths({len(qlen)}) and the key/value's ({len(kvlen)}) "
-            "must be "
-            f"less than or equal to {MAX_REQUESTS} when input layout is {layout}",
+            f"Array length of the query's actual sequence lengths({len(qlen)}) and the key/value's ({len(kvlen)}) must "
+            f"be less than or equal to {MAX_REQUESTS} when input layout is {layout}",
         )
     ranks = f"query {shape(query)}, key {shape(key)}, value {shape(value)}"
     call.require(query.dim() == 3, 8, f"When layout is {layout}, querDim({query.dim()}) must be 3: got {ranks}")
@@ -50,9 +49,8 @@ def check_packed(call: Call, fia: FiaCall, qlen: list[int] | None, kvlen: list[i
         call.require(
             kvlen[-1] == key_tokens == _unpaged_tokens(fia, value),
             16,
-            f"When layout is {layout} and PA not enabled, keyT({key_tokens}) and "
-            f"valueT({_unpaged_tokens(fia, value)}) must "
-            f"be equal to the last element of actualSeqenceLengthKV({kvlen[-1]})",
+            f"When layout is {layout} and PA not enabled, keyT({key_tokens}) and valueT({_unpaged_tokens(fia, value)}) "
+            f"must be equal to the last element of actualSeqenceLengthKV({kvlen[-1]})",
         )
     call.require(
         max(tokens, 0 if fia.paged else key_tokens) <= MAX_TOKENS,
@@ -69,8 +67,7 @@ def check_packed(call: Call, fia: FiaCall, qlen: list[int] | None, kvlen: list[i
         same or wide,
         7,
         f"When layout is {layout}, queryD({head_dim}), keyD({key_dim}) and valueD({value_dim}) must be same equal "
-        "192/128/64, "
-        "or queryD and keyD equal 192 and valueD equal 128",
+        "192/128/64, or queryD and keyD equal 192 and valueD equal 128",
     )
     call.require(
         fia.heads == kv_heads or value_dim != 192,

@@ -1,4 +1,4 @@
-"""What a paged key and value cache must look like to npu_fused_infer_attention_score."""
+"""The contract of npu_fused_infer_attention_score for a paged key and value cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ascend_emulator.rules import Call
 
 
 def check_pages(call: Call, fia: FiaCall, kv_lens: list[int], kv_heads: int, head_dim: int, batch: int) -> None:
-    """The cache, its block table and the lengths that are read through it."""
+    """Checks the cache, its block table and the lengths read through it."""
     key, value, table, block = fia.key, fia.value, fia.block_table, fia.block_size
     tnd = fia.layout in TND_LAYOUTS
     if tnd and call.context.is_8_3:
@@ -70,8 +70,7 @@ def check_pages(call: Call, fia: FiaCall, kv_lens: list[int], kv_heads: int, hea
         max(needed) <= table.size(1),
         17,
         f"actualSeqLenKV is per request when PA enable: block table shape should be [{batch}, >={max(needed)}] for a "
-        "length "
-        f"of {max(kv_lens)}, now is {shape(table)}",
+        f"length of {max(kv_lens)}, now is {shape(table)}",
     )
     call.require(
         key.size(0) >= sum(needed),

@@ -1,10 +1,10 @@
-"""How much scratch memory an attention call needs: the two kernels behind it want different things.
+"""Workspace bytes of an attention call, for each of the two kernels behind it.
 
-CANN 8.3 (prompt_flash_attention_tiling.cpp): for each core three tiles of scores and four of values. From 8.5 on
+CANN 8.3 (prompt_flash_attention_tiling.cpp): per core three tiles of scores and four of values. From 8.5 on
 (fia_tiling_nonquant.cpp, CalcWorkspaceSize; the same text in v8.5.0, v9.0.0, v9.0.1 and branch 9.1.0): two tiles of
-scores, in float32 and in the query's type, and two times two of values; and, where the keys of a row are split over
-cores, two partial results a core. Whether they are, the lengths decide, so that a graph whose lengths change needs what
-`largest` says (CalcMaxWorkspaceSize, which the workspace query answers).
+scores, in float32 and in the query's type, and two times two of values; plus two partial results per core if the keys
+of a row are split over cores. The lengths decide that, so a graph whose lengths change needs `largest`
+(CalcMaxWorkspaceSize, which the workspace query answers).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ascend_emulator.ops.fia_call import Plan
 from ascend_emulator.ops.fia_mask import Tiling
 from ascend_emulator.rules import Call
 
-CORES, RESERVE = 20, 16 << 20  # of a 910B3; CANN's own library
+CORES, RESERVE = 20, 16 << 20  # of a 910B3; reserved for CANN's own library
 TILE = 512  # rows, and keys
 FLOAT32, BFLOAT16 = 4, 2
-BLOCK = 32  # bytes, which a row's maximum and its sum take each
+BLOCK = 32  # bytes of a row's maximum, and of its sum
 
 
 def needed(call: Call, plan: Plan) -> int:
@@ -32,7 +32,7 @@ def needed(call: Call, plan: Plan) -> int:
 
 
 def largest(plan: Plan) -> int:
-    """Bytes that no call of these shapes exceeds, from CANN 8.5 on."""
+    """The most bytes for a call of these shapes, from CANN 8.5 on."""
     return _by_tiles(TILE, TILE, plan.head_dim, split=True)
 
 
@@ -44,7 +44,7 @@ def _by_tiles(rows: int, keys: int, head_dim: int, *, split: bool) -> int:
 
 
 def _may_split(plan: Plan) -> bool:
-    """Whether rows see keys of two tiles, between which the tiling may cut: it does where that evens out the cores."""
+    """True if rows see keys of two tiles: the tiling may cut between them, and does if that balances the cores."""
     fia = plan.call
     for _, rows, keys in plan.requests:
         seen_from = max(keys - rows - fia.pre_tokens, 0) if fia.sparse_mode == 4 else 0

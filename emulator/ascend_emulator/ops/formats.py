@@ -1,7 +1,6 @@
-"""Storage formats and dtypes of a 910B: npu_format_cast, FRACTAL_NZ weights, packed int4, and the floats that it lacks.
+"""Storage formats and dtypes of a 910B: npu_format_cast, FRACTAL_NZ weights, packed int4, and missing float types.
 
-FRACTAL_NZ is a format tag: the emulator keeps the numbers in their logical order and lets `OpContext.format_of` say how
-a tensor is stored, so that only contracts depend on it.
+FRACTAL_NZ is only a tag here: numbers keep their logical order, and contracts ask `OpContext.format_of`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SMALL_FLOATS = frozenset(
     )
     if hasattr(torch, name)
 )  # fmt: skip
-# FRACTAL_NZ stores 16 rows by 32 bytes: what the last two sizes must divide by
+# FRACTAL_NZ stores 16 rows by 32 bytes: divisors of the last two sizes
 NZ_TILE = {
     torch.float16: (16, 16),
     torch.bfloat16: (16, 16),
@@ -40,7 +39,7 @@ def is_nz(tensor: torch.Tensor) -> bool:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a FRACTAL_NZ tensor is all of its storage, padding included: a view of one means nothing."""
+    """True if a FRACTAL_NZ tensor is all of its storage, padding included: a view of it has no meaning."""
     told = current().is_whole
     if told is not None:
         return told(tensor)
@@ -58,7 +57,7 @@ def _up(value: int, step: int) -> int:
 
 
 def check_nz_weight(call: Call, weight: torch.Tensor) -> None:
-    """A FRACTAL_NZ expert weight [E, K, N]."""
+    """Checks a FRACTAL_NZ expert weight [E, K, N]."""
     call.require(
         is_whole(weight),
         77,
@@ -83,7 +82,7 @@ def check_nz_weight(call: Call, weight: torch.Tensor) -> None:
 
 
 def check_cast(tensor: torch.Tensor, acl_format: int, op: str = "npu_format_cast") -> Call:
-    """Casting expert weights [E, K, N] to FRACTAL_NZ only makes sense if npu_grouped_matmul can take them [R77]."""
+    """Refuses to cast expert weights [E, K, N] to FRACTAL_NZ if npu_grouped_matmul cannot take them [R77]."""
     call = Call.of(op, "aclnnNpuFormatCast")
     if acl_format != FORMAT_FRACTAL_NZ or tensor.dim() != 3:
         return call
@@ -139,7 +138,7 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """[..., 8 n] int32 -> [..., n] int32; only four bits of each value survive."""
+    """[..., 8 n] int32 -> [..., n] int32; keeps the low four bits of each value."""
     shifts = torch.arange(0, 32, 4, device=values.device, dtype=torch.int64)
     nibbles = (values.long() & 15).unflatten(-1, (-1, 8)) << shifts
     total = nibbles.sum(-1)

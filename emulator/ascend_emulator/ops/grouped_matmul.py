@@ -1,7 +1,7 @@
 """npu_grouped_matmul: one matrix product per expert over rows sorted by expert.
 
 y[rows of e] = x[rows of e] @ weight[e] + bias[e], accumulated in float32 and rounded once. Rows beyond the last group
-are not written: they come back poisoned. Contracts of torch_npu 2.7.1's binding, then of aclnnGroupedMatmulV5 (or
+are unwritten, so they come back poisoned. Contracts of torch_npu 2.7.1's binding, then of aclnnGroupedMatmulV5 (or
 WeightNz).
 """
 
@@ -294,7 +294,7 @@ def _read_groups_for_outputs(call: Call, a: Arguments) -> None:
 
 
 def _ends(call: Call, groups: torch.Tensor, kind: int, rows: int) -> list[int] | None:
-    """Cumulative ends of the groups; None where what they say is undefined."""
+    """Cumulative ends of the groups; None if the groups are undefined."""
     values = [int(v) for v in groups.tolist()]
     ends = values if kind == CUMULATIVE else torch.tensor(values).cumsum(0).tolist()
     steps = [b - a for a, b in zip([0, *ends], ends, strict=False)]
@@ -322,7 +322,7 @@ def _multiply(call: Call, a: Arguments, found: Shape, ends: list[int], out: torc
 
 
 def _weight(call: Call, a: Arguments, found: Shape, expert: int) -> torch.Tensor:
-    """One expert's weight [K, N] in float32, dequantised and rounded to x's dtype where it is stored in integers."""
+    """An expert's weight [K, N] in float32; integer weights are dequantised and rounded to x's dtype."""
     stored = a.weight[0][expert]
     if stored.dtype in FLOATS:
         return stored.float()

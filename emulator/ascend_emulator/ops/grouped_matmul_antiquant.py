@@ -1,9 +1,9 @@
-"""The grouped matmul of bfloat16 or float16 rows with int8 or int4 weights: which kernel runs, and what it costs.
+"""The grouped matmul of bfloat16 or float16 rows with int8 or int4 weights: choice of kernel, and its workspace.
 
-A 910B multiplies no mixed types. So one kernel expands the weights of each expert that has rows into a workspace, on
-the vector cores, and multiplies those: capacity, not speed. The other ("MSD") splits each row into two int8 planes and
-multiplies these with the stored weights; it has about 15 bits of a row's largest value, and wants aligned sizes, which
-2880 is not. From CANN 8.3.RC1, `grouped_matmul_tiling.cpp` and `grouped_matmul_antiquant_a16w8_msd.h`.
+A 910B cannot multiply mixed types. The first kernel expands the weights of each expert that has rows into a workspace,
+on the vector cores, and multiplies these: it saves memory, not time. The second ("MSD") splits each row into two int8
+planes and multiplies them with the stored weights; it resolves about 15 bits of a row's largest value, and needs
+aligned sizes, unlike 2880. From CANN 8.3.RC1, `grouped_matmul_tiling.cpp` and `grouped_matmul_antiquant_a16w8_msd.h`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_weight_only(a: Arguments) -> bool:
 
 
 def runs_on_planes(a: Arguments) -> bool:
-    """Whether the int8 kernel takes the call."""
+    """True if the int8 kernel takes the call."""
     rows, inner, experts, columns = _sizes(a)
     return (
         a.weight[0].dtype == torch.int8
@@ -64,7 +64,7 @@ def product_of_planes(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 
 
 def expanded_bytes(a: Arguments, used: int) -> int:
-    """Weights of `used` experts as the first kernel writes and reads them once more; 0 for any other product."""
+    """Bytes of `used` experts' weights, which the first kernel writes and reads again; 0 for any other product."""
     if not is_weight_only(a) or runs_on_planes(a):
         return 0
     _, inner, _, columns = _sizes(a)
@@ -72,7 +72,7 @@ def expanded_bytes(a: Arguments, used: int) -> int:
 
 
 def workspace(a: Arguments) -> int:
-    """Bytes: planes and their products; or two experts' weights in turn; or, where cubes would idle, all experts'."""
+    """Bytes: planes and products; or two experts' weights in turn; or all experts' weights if cubes would idle."""
     if not is_weight_only(a):
         return 0
     rows, inner, experts, columns = _sizes(a)

@@ -1,4 +1,4 @@
-"""The fused grouped matmuls: for integer weights only; bfloat16 meets their refusals."""
+"""The fused grouped matmuls, which take integer weights only: the refusals of other types."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ def _check(call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 @kernel(
-    "npu::npu_grouped_matmul_finalize_routing(Tensor x, Tensor w, Tensor group_list, *, Tensor? scale=None, "
-    "Tensor? bias=None, Tensor? offset=None, Tensor? pertoken_scale=None, Tensor? shared_input=None, Tensor? "
-    "logit=None, "
-    "Tensor? row_index=None, ScalarType? dtype=None, float? shared_input_weight=1.0, int? shared_input_offset=0, "
-    "int? output_bs=0, int? group_list_type=1, int[]? tuning_config=None) -> Tensor",
+    "npu::npu_grouped_matmul_finalize_routing(Tensor x, Tensor w, Tensor group_list, *, Tensor? scale=None, Tensor? "
+    "bias=None, Tensor? offset=None, Tensor? pertoken_scale=None, Tensor? shared_input=None, Tensor? logit=None, "
+    "Tensor? row_index=None, ScalarType? dtype=None, float? shared_input_weight=1.0, int? shared_input_offset=0, int? "
+    "output_bs=0, int? group_list_type=1, int[]? tuning_config=None) -> Tensor",
     bundle=True,
 )
 def grouped_matmul_finalize_routing(a: Arguments) -> NoReturn:
@@ -51,8 +50,7 @@ def grouped_matmul_finalize_routing(a: Arguments) -> NoReturn:
 
 @kernel(
     "npu::npu_grouped_matmul_swiglu_quant(Tensor x, Tensor weight, Tensor group_list, Tensor weight_scale, Tensor "
-    "x_scale, *, "
-    "Tensor? bias=None, Tensor? offset=None) -> (Tensor, Tensor, Tensor)",
+    "x_scale, *, Tensor? bias=None, Tensor? offset=None) -> (Tensor, Tensor, Tensor)",
     bundle=True,
 )
 def grouped_matmul_swiglu_quant(a: Arguments) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Weight-only matmul, int4 packing, dynamic int8, and the 8-bit and 4-bit floats that a 910B does not have."""
+"""Weight-only matmul, int4 packing, dynamic int8, and refusals of 8-bit and 4-bit floats, which a 910B lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ascend_emulator.ops import formats
 from ascend_emulator.ops.table import Arguments, kernel, name_of, poisoned, shape
 from ascend_emulator.rules import Call, Layer, NotEmulatedError
 
-QINT8 = 12  # as torch passes torch.qint8 on to a kernel in Python
+QINT8 = 12  # torch passes torch.qint8 to a Python kernel as this number
 
 WIDEST = 65535
 SMALLEST_GROUP = 32
@@ -168,7 +168,7 @@ def quantize(
 ) -> torch.Tensor:
     """int8 of input / scales + zero_points (div_mode) or input * scales + zero_points, along the last dimension.
 
-    vllm-ascend 0.23 runs it on ones when it registers the patterns of its compiler, whatever the model is.
+    vllm-ascend 0.23 always runs it, when it registers its compiler's patterns.
     """
     call = Call.of("npu_quantize", "aclnnAscendQuantV3")
     _refuse_small_floats(call, [input], dtype)
@@ -182,7 +182,7 @@ def quantize(
     return out
 
 
-# torch_npu 2.7.1 does not have these two; 26.0.0 does, for Ascend 950
+# absent in torch_npu 2.7.1; 26.0.0 has them, for Ascend 950
 @kernel(
     'npu::npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, '
     "int block_size=32, int? scale_alg=0, float dst_type_max=0.0) -> (Tensor, Tensor)",

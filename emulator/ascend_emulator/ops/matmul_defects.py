@@ -1,4 +1,4 @@
-"""Torch's matmul as a defective kernel computes it: `ascend_emulator.defects` tells from where."""
+"""torch's matmul as a defective kernel computes it; `ascend_emulator.defects` names the source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS, COLUMNS = 64, 16
 
 
 def spoilt(matmul: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The operator with the defect few-rows where it is switched on; asked at each call."""
+    """The operator, with the defect few-rows if it is switched on; checked at each call."""
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = matmul(*args, **kwargs)

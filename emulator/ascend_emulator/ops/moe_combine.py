@@ -1,4 +1,4 @@
-"""Bringing expert rows back to their tokens: token_unpermute and finalize_routing."""
+"""Brings expert rows back to their tokens: token_unpermute and finalize_routing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: list[int] | None = None,
 ) -> torch.Tensor:
-    """permuted [rows, H], sorted_indices int32 [M * K], probs [M, K] -> [M, H].
+    """permuted [rows, H], sorted_indices int32 [M * K], probs [M, K] (without them K is 1) -> [M, H].
 
-    out[i] = sum over k of probs[i, k] * permuted[sorted_indices[i * K + k]]; without probs K is 1.
+    out[i] = sum over k of probs[i, k] * permuted[sorted_indices[i * K + k]].
     """
     call = Call.of("npu_moe_token_unpermute", "aclnnMoeTokenUnpermute")
     rows = permuted_tokens
@@ -93,8 +93,7 @@ def moe_finalize_routing(
 ) -> torch.Tensor:
     """skip1 + skip2 + sum over k of scales[i, k] * (rows[place(i, k)] + bias[expert(i, k)]), [M, H] in the rows' dtype.
 
-    Modes 0 and 1 store places column by column (i + k * M), 2 and 3 row by row; 1 and 3 have rows [E, C, H] and -1 for
-    none.
+    Modes 0 and 1 store places by column (i + k * M), 2 and 3 by row; 1 and 3 have rows [E, C, H], and -1 for none.
     """
     call = Call.of("npu_moe_finalize_routing", "aclnnMoeFinalizeRoutingV2")
     rows, places, mode = expanded_permuted_rows, expanded_src_to_dst_row, drop_pad_mode or 0

@@ -1,4 +1,4 @@
-"""Bringing tokens into expert order: init_routing (two versions) and token_permute."""
+"""Brings tokens into expert order: init_routing (two versions) and token_permute."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def moe_init_routing(
         x.size(0) == expert_idx.size(0) and expert_idx.shape == row_idx.shape,
         60,
         f"The shape of expert_idx and row_idx should be same with x's rows: got x {shape(x)}, row_idx "
-        f"{shape(row_idx)}, "
-        f"expert_idx {shape(expert_idx)}",
+        f"{shape(row_idx)}, expert_idx {shape(expert_idx)}",
         Layer.BINDING,
     )
     rows, choices = expert_idx.shape
@@ -63,7 +62,7 @@ def moe_init_routing(
     return expanded, places, experts
 
 
-INIT_ROUTING = (  # of version 2 and of vllm-ascend's copy of it
+INIT_ROUTING = (  # of version 2 and of vllm-ascend's copy
     "(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, int active_num=-1, "
     "int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
     "bool expert_tokens_num_flag=False, int quant_mode=0, int[2] active_expert_range=[], int row_idx_type=0) "
@@ -73,18 +72,16 @@ INIT_ROUTING = (  # of version 2 and of vllm-ascend's copy of it
 
 @kernel(f"npu::npu_moe_init_routing_v2{INIT_ROUTING}", bundle=True)
 def moe_init_routing_v2(a: Arguments) -> Quad:
-    """x [M, H], expert_idx int32 [M, K] -> rows by expert [M * K, H], row map int32 [M * K], counts int64, scales
-    float32.
+    """x [M, H], expert_idx int32 [M, K] -> rows by expert [M * K, H], row map int32 [M * K], int64 counts, f32 scales.
 
-    Only experts of [start, end) are served; they come first, sorted stably by (expert, row * K + choice). Row map,
-    gather: row * K + choice -> place or -1; scatter: place -> row * K + choice. Rows past the served ones are
-    unwritten.
+    Serves experts [start, end) only; their rows come first, sorted stably by (expert, row * K + choice). Row map of
+    gather: row * K + choice -> place or -1; of scatter: place -> row * K + choice. Later rows are unwritten.
     """
     return routed(Call.of("npu_moe_init_routing_v2", "aclnnMoeInitRoutingV3"), a, a.active_expert_range)
 
 
 def routed(call: Call, a: Arguments, served_range: Sequence[int]) -> Quad:
-    """npu_moe_init_routing_v2, and vllm-ascend's copy of it, where the range has another default."""
+    """npu_moe_init_routing_v2, and vllm-ascend's copy of it with another default range."""
     span = [int(v) for v in served_range]
     _check_v2(call, a, span)
     start, end = span

@@ -1,4 +1,4 @@
-"""Dispatch and combine across ranks: on a 910B the document wants sixteen or more, so here only refusals exist."""
+"""Dispatch and combine across ranks: only refusals, as CANN's document asks for sixteen ranks or more on a 910B."""
 
 from __future__ import annotations
 

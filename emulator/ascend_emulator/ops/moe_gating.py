@@ -14,14 +14,13 @@ NO_EXPERT = torch.iinfo(torch.int32).min  # as `poisoned` fills integers
 
 
 def largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest per row, the lower index first among equals."""
+    """The k largest per row; equal values in order of index."""
     index = torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :k]
     return values.gather(-1, index), index
 
 
 def without_order(call: Call, rule: int, logits: torch.Tensor) -> torch.Tensor:
-    """[...] bool: rows that hold NaN. Nothing says where NaN comes among numbers, so such a row may choose any expert,
-    one twice, or none that exists."""
+    """[...] bool: rows that hold NaN. Its order is undefined, so such a row may choose any expert, twice, or none."""
     rows = logits.isnan().any(-1)
     if rows.any():
         call.undefined(
@@ -109,7 +108,7 @@ def gated(
     eps: float,
     renormalised: bool,
 ) -> Triple:
-    """npu_moe_gating_top_k, and vllm-ascend's copy of it; groups: k_group, group_count, group_select_mode."""
+    """npu_moe_gating_top_k, and vllm-ascend's copy. groups: k_group, group_count, group_select_mode."""
     k_group, group_count, group_select_mode = groups
     call.require(x.dim() == 2, 58, f"The x should be 2D, got {shape(x)}", Layer.BINDING)
     call.require(
@@ -161,7 +160,7 @@ def gated(
 
 @kernel("npu::npu_moe_compute_expert_tokens(Tensor sorted_expert_for_source_row, int num_expert) -> Tensor")
 def moe_compute_expert_tokens(sorted_expert_for_source_row: torch.Tensor, num_expert: int) -> torch.Tensor:
-    """Sorted expert ids int32 [n] -> int32 [num_expert]: how many rows belong to each expert or one before it."""
+    """Sorted expert ids int32 [n] -> int32 [num_expert]: rows of each expert and all before it."""
     call = Call.of("npu_moe_compute_expert_tokens", "aclnnMoeComputeExpertTokens")
     ids = sorted_expert_for_source_row
     call.require(

@@ -1,4 +1,4 @@
-"""Rotary embeddings in their four forms, of which each has its own trap."""
+"""Rotary embeddings in their four forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ascend_emulator.ops.table import kernel, name_of, poison_, poisoned, shape
 from ascend_emulator.rules import Call, Layer, NotEmulatedError
 
 HALF, INTERLEAVE = "half", "interleave"
-# which of the first three dimensions of cos and sin may be one, for BNSD, BSND and SBND
+# which of the first three dimensions of cos and sin may be 1, for BNSD, BSND and SBND
 BROADCASTS = ((), (0, 1), (1,), (0, 2), (2,), (1, 2))
 
 
@@ -69,7 +69,7 @@ def apply_rotary_pos_emb(
     layout: str = "BSH",
     rotary_mode: str = "half",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query and key [B, S, N, D] are turned in place by cos and sin [B, S, 1, D]."""
+    """Rotates query and key [B, S, N, D] in place by cos and sin [B, S, 1, D]."""
     call = Call.of("npu_apply_rotary_pos_emb", "aclnnApplyRotaryPosEmbV2")
     call.require(
         rotary_mode in (HALF, "quarter", INTERLEAVE),
@@ -112,7 +112,7 @@ def mrope(
     mrope_section: list[int] | None = None,
     rotary_mode: str | None = "half",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [T, N * head_size], key [T, N_kv * head_size], cache [positions, rotary_dim] = cos | sin -> new ones."""
+    """query [T, N * head_size], key [T, N_kv * head_size], cache [positions, rotary_dim] = cos | sin -> new tensors."""
     call = Call.of("npu_mrope", "aclnnRopeWithSinCosCache")
     tensors = (query, key, cos_sin_cache)
     sizes = f"query {shape(query)}, key {shape(key)}, cos_sin_cache {shape(cos_sin_cache)}"
@@ -170,7 +170,7 @@ def mrope(
 
 @dataclass
 class _Process:
-    """What libop_plugin_atb keeps in static variables from the first call on."""
+    """Static variables of libop_plugin_atb, set by the first call."""
 
     table: torch.Tensor | None = None
     token_count: int = -1
@@ -180,15 +180,14 @@ _process = _Process()
 
 
 def forget_process_state() -> None:
-    """A new process, for tests: the next `_npu_rotary_embedding` is the first again."""
+    """Simulates a new process in tests: the next `_npu_rotary_embedding` is the first again."""
     global _process
     _process = _Process()
 
 
 @kernel(
     "atb::_npu_rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor "
-    "cos_sin_cache, "
-    "bool is_neox_style) -> ()"
+    "cos_sin_cache, bool is_neox_style) -> ()"
 )
 def rotary_embedding(
     positions: torch.Tensor,
@@ -198,7 +197,7 @@ def rotary_embedding(
     cos_sin_cache: torch.Tensor,
     is_neox_style: bool,
 ) -> None:
-    """In place on query [T, N * D] and key [T, N_kv * D], always with the first cos_sin_cache of this process."""
+    """Rotates query [T, N * D] and key [T, N_kv * D] in place, always with the process's first cos_sin_cache."""
     call = Call.of("_npu_rotary_embedding", "RopeOperation")
     for name, tensor in (("query", query), ("key", key)):
         call.require(
@@ -218,8 +217,7 @@ def rotary_embedding(
             _process.table is not None and _process.token_count == tokens,
             75,
             f"the first call and a new token count ({_process.token_count} before, {tokens} now) copy from the host: "
-            "warm up "
-            "with the same count before capturing",
+            "warm up with the same count before capturing",
             Layer.CAPTURE,
         )
     if call.context.execute and _process.table is None:
@@ -239,8 +237,7 @@ def _rotate_in_place(
         call.undefined(
             75,
             f"tables are built once per process from the first cache, {name_of(table.dtype)} {shape(table)}; this "
-            "call's, "
-            f"{name_of(cache.dtype)} {shape(cache)}, differs where its positions read",
+            f"call's, {name_of(cache.dtype)} {shape(cache)}, differs where its positions read",
         )
         if outside and int(at.max()) >= table.size(0):
             for tensor in tensors:

@@ -19,7 +19,7 @@ def inner_dtype_cast(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @kernel("aten::histc(Tensor self, int bins=100, Scalar min=0, Scalar max=0) -> Tensor")
 def histc(self: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    """Counts in the type of what is counted: the device counts integers too, which torch's own on the CPU refuses."""
+    """Counts in the input's type: the device counts integers too, which torch refuses on the CPU."""
     call = Call.of("histc", "aclnnHistc")
     out = poisoned((bins,), self)
     if call.context.execute:
@@ -55,7 +55,7 @@ def silu_(input: torch.Tensor) -> torch.Tensor:
 
 @kernel("npu::npu_prefetch(Tensor input, Tensor? dependency, int max_size, int offset=0) -> ()")
 def prefetch(input: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0) -> None:
-    """A hint to the cache: nothing to compute."""
+    """Computes nothing: a hint to the cache."""
     call = Call.of("npu_prefetch", "aclrtCmoAsync")
     call.require(
         max_size > 0 and offset >= 0, None, f"max_size {max_size} and offset {offset} are wrong", Layer.BINDING
@@ -64,7 +64,7 @@ def prefetch(input: torch.Tensor, dependency: torch.Tensor | None, max_size: int
 
 @kernel("npu::npu_top_k_top_p(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor")
 def top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None) -> torch.Tensor:
-    """logits [B, V] with -inf outside the k largest, then outside the smallest set whose probability reaches p."""
+    """logits [B, V] with -inf outside the k largest, then outside the smallest set with probability p."""
     call = Call.of("npu_top_k_top_p", "aclnnApplyTopKTopP")
     for name, tensor, dtypes in (("p", p, (logits.dtype,)), ("k", k, (torch.int32,))):
         call.require(
@@ -93,7 +93,7 @@ def top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Te
 
 @kernel("atb::_npu_matmul_add_fp32(Tensor x, Tensor weight, Tensor(a!) C) -> ()")
 def matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor) -> None:
-    """C [m, n] float32 += x [k, m] transposed times weight [k, n]; what vllm-ascend wakes ATB with."""
+    """C [m, n] float32 += x [k, m] transposed times weight [k, n]. vllm-ascend initialises ATB with it."""
     call = Call.of("_npu_matmul_add_fp32", "LinearParams")
     call.require(
         x.dtype == weight.dtype

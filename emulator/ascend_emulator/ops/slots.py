@@ -1,4 +1,4 @@
-"""The slots of a step's tokens: what vLLM's Triton kernel computes, on CPU tensors. `triton_kernels.py` launches it."""
+"""Cache slots of a step's tokens: vLLM's Triton kernel on CPU tensors, launched by `triton_kernels.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compute_slot_mapping(
     PAD_ID: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """vllm/v1/worker/block_table.py of 0.23.0: the slot of each token; all behind the last one get PAD_ID."""
+    """vllm/v1/worker/block_table.py of 0.23.0: the slot of each token; PAD_ID after the last token."""
     slot_mapping[num_tokens:max_num_tokens] = PAD_ID
     starts = query_start_loc[: grid[0]].tolist()
     for request, (start, end) in enumerate(pairwise(starts)):

@@ -1,7 +1,7 @@
 """The table of emulated operators: a kernel is a Python function under the exact schema of torch_npu 2.7.1.
 
-`@kernel(schema)` checks that the function's parameters are those of the schema (names, order, keyword-only, defaults),
-so a schema copied from the wheel cannot drift from the code, and refuses operands that are not on the device.
+`@kernel(schema)` checks the function's parameters against the schema (names, order, keyword-only, defaults), so a
+schema copied from the wheel cannot drift from the code, and refuses operands that are not on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kernel = Callable[..., Any]
 
 
 class Traffic(NamedTuple):
-    """Bytes that a call moves, and as how many kernels the device meets it."""
+    """Bytes that a call moves, and its number of kernels on the device."""
 
     read: int
     written: int
@@ -62,7 +62,7 @@ def _check_signature(function: Kernel, schema: torch._C.FunctionSchema) -> None:
 
 
 def _binder(schema: torch._C.FunctionSchema) -> Callable[..., Arguments]:
-    """Binds a call the way the dispatcher would; Python's TypeError for what the schema does not know."""
+    """Binds a call as the dispatcher would; raises Python's TypeError for unknown arguments."""
     parameters = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY if k else inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default
@@ -91,8 +91,7 @@ def _tensors(value: object) -> Iterable[torch.Tensor]:
 def _refuse_host_tensor(op: str, argument: str, tensor: torch.Tensor) -> None:
     text = (
         "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor "
-        "device "
-        f"is correct: {argument} is on {tensor.device}, shape {tuple(tensor.shape)}."
+        f"device is correct: {argument} is on {tensor.device}, shape {tuple(tensor.shape)}."
     )
     raise ContractError(Call.of(op).text(Layer.BINDING, text, None))
 
@@ -102,9 +101,9 @@ def kernel(
 ) -> Callable[[Kernel], Kernel]:
     """Registers a kernel in OPS under the schema's name and overload.
 
-    host: arguments that may stay in host memory, or whose place the kernel judges itself.
+    host: arguments that may be in host memory, or that the kernel checks itself.
     bundle: the function takes one `Arguments` instead of the schema's parameters (for very long schemas).
-    absent: keywords that other versions have and this schema lacks, with the rule that says so.
+    absent: keywords that other versions have and this schema lacks -> the rule.
     """
     allowed_on_host = frozenset(host)
     parsed = torch._C.parse_schema(schema)
@@ -149,15 +148,12 @@ def _attribute(attribute: str, names: tuple[str, ...]) -> Callable[[Callable[[Ar
 
 
 def measured(*names: str) -> Callable[[Callable[[Arguments], Traffic]], Callable[[Arguments], Traffic]]:
-    """Gives operators a `traffic(*args, **kwargs)` where operands do not tell it.
-
-    Called with the operands of a call that has run.
-    """
+    """Gives operators a `traffic(*args, **kwargs)`, called after a run, if their operands do not determine it."""
     return _attribute("traffic", names)
 
 
 def works_in(*names: str) -> Callable[[Callable[[Arguments], int]], Callable[[Arguments], int]]:
-    """Gives operators a `workspace(*args, **kwargs)`: bytes of device memory that a call takes beside its operands."""
+    """Gives operators a `workspace(*args, **kwargs)`: bytes of device memory that a call takes besides its operands."""
     return _attribute("workspace", names)
 
 
@@ -170,7 +166,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def poisoned(size: Iterable[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Memory that nobody has written: NaN, or a value that is wrong everywhere for integers."""
+    """Unwritten memory: NaN, or for integers a value that is wrong everywhere."""
     dtype = dtype or like.dtype
     if dtype.is_floating_point:
         return torch.full(tuple(size), float("nan"), dtype=dtype, device=like.device)

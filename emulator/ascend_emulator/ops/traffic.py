@@ -1,9 +1,9 @@
-"""Bytes that operators move, where their operands do not tell: pages read, experts used, slots written, hidden copies.
+"""Bytes that operators move, if their operands do not determine them.
 
-A paged attention reads the keys that its rows can see and not the cache; a grouped matmul reads the weights of experts
-that have rows; a cache write touches its slots. Counted once each, as a perfect cache would. What is more than the
-operands hold is counted too: strided operands that are copied first (R35), weights that are expanded into a workspace,
-and operators of torch_npu that are several kernels.
+A paged attention reads the visible keys, not the whole cache; a grouped matmul the weights of experts with rows; a
+cache write touches its slots. Each byte counts once, as with a perfect cache. Extra traffic counts too: strided
+operands that are copied first (R35), weights expanded into a workspace, and operators of torch_npu that consist of
+several kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ascend_emulator.ops.fia import V1, V2, from_v1, from_v2
 from ascend_emulator.ops.fia_call import TND_LAYOUTS, FiaCall, strided
 from ascend_emulator.ops.table import Arguments, Traffic, measured
 
-MASK_WINDOW = 1024  # keys around the diagonal for which a tile consults the mask
+MASK_WINDOW = 1024  # keys around the diagonal for which a tile reads the mask
 
 
 def _bytes(*tensors: torch.Tensor | None) -> int:
@@ -109,7 +109,7 @@ def _mrope(a: Arguments) -> Traffic:
 
 @measured("atb::_npu_rotary_embedding")
 def _rotary(a: Arguments) -> Traffic:
-    """Two look-ups, of cosines and of sines as wide as both halves, and ATB's kernel (op-plugin, RopeAtb.cpp)."""
+    """Two look-ups, of cosines and sines as wide as both halves, and ATB's kernel (op-plugin, RopeAtb.cpp)."""
     looked_up = 2 * _table_rows(a)
     read = _bytes(a.query, a.key) + 2 * looked_up + 2 * _bytes(a.positions)
     return Traffic(read, _bytes(a.query, a.key) + looked_up, 3)

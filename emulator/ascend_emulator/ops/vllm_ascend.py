@@ -1,7 +1,7 @@
-"""Operators of vllm-ascend's own library that gpt-oss meets: schemas of the wheel 0.23.0, contracts of its csrc/moe.
+"""Operators of vllm-ascend's own library that gpt-oss uses: schemas of the wheel 0.23.0, contracts of its csrc/moe.
 
-Each is a copy of one of CANN's with one thing more. The library belongs to the wheel, so no rule of a CANN release
-holds for them; they are refused with the numbers of the operator that was copied.
+Each extends an operator of CANN. The library belongs to the wheel, so no rule of a CANN release holds; errors use the
+numbers of the original operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def add_rms_norm_bias(
     beta: torch.Tensor | None = None,
     epsilon: float = 1e-06,
 ) -> Triple:
-    """x = x1 + x2; (norm of x plus beta, rstd float32, x). bfloat16: x * rstd is rounded before it meets gamma."""
+    """x = x1 + x2; (norm of x plus beta, rstd float32, x). bfloat16: x * rstd is rounded before gamma multiplies it."""
     call = Call.of("npu_add_rms_norm_bias", "aclnnAddRmsNormBias")
     call.require(
         beta is None or (beta.dtype == gamma.dtype and beta.shape == gamma.shape),
@@ -54,7 +54,7 @@ def moe_gating_top_k(
     eps: float,
     bias_opt: torch.Tensor | None = None,
 ) -> Triple:
-    """npu_moe_gating_top_k, whose softmax weights are divided by their sum with renorm 1."""
+    """npu_moe_gating_top_k; with renorm 1 the softmax weights are divided by their sum."""
     call = Call.of("moe_gating_top_k", "aclnnMoeGatingTopK")
     call.require(renorm in (0, 1), 58, f"renorm should be 0 or 1, got {renorm}")
     renormalised = norm_type != SOFTMAX or renorm == 1
@@ -64,6 +64,6 @@ def moe_gating_top_k(
 
 @kernel(f"_C_ascend::npu_moe_init_routing_custom{INIT_ROUTING}", bundle=True)
 def moe_init_routing_custom(a: Arguments) -> Quad:
-    """npu_moe_init_routing_v2, where all experts are the default range."""
+    """npu_moe_init_routing_v2 with all experts as the default range."""
     call = Call.of("npu_moe_init_routing_custom", "aclnnMoeInitRoutingCustom")
     return routed(call, a, a.active_expert_range or [0, a.expert_num])

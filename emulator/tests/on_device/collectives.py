@@ -1,7 +1,6 @@
-"""`python collectives.py RANKS`: every collective on RANKS processes; prints `OK n` or what differed.
+"""`python collectives.py RANKS`: every collective on RANKS processes; prints `OK n` or the differences.
 
-`python collectives.py RANKS apart`: ranks that send and expect different sizes, then rank 0 reduces while the others
-broadcast.
+`python collectives.py RANKS apart`: mismatched ranks: different sizes, then rank 0 reduces while others broadcast.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64
 
 
 def exchange(rank: int, ranks: int, dtype: torch.dtype) -> dict[str, bool]:
-    """Name of each collective -> whether it gave what it must."""
+    """Name of each collective -> True if the result is right."""
     base = [(torch.arange(12) + 100 * r).to(dtype) for r in range(ranks)]
     mine, part = base[rank].npu(), 12 // ranks
     total = sum(tensor.float() for tensor in base).to(dtype)
@@ -117,7 +116,7 @@ def refusal(function: Callable[[], object]) -> str:
 
 
 def sizes_differ(rank: int, ranks: int) -> bool:
-    """Rank 0 sends three elements to rank 1, which expects two. All but rank 1 meet their own expectations."""
+    """Rank 0 sends three elements to rank 1, which expects two. Only rank 1 fails its own expectation."""
     group = dist.new_group(range(ranks))
     send = [1 + 2 * (rank == 0 and to == 1) for to in range(ranks)]
     receive = [1 + (rank == 1 and of == 0) for of in range(ranks)]
@@ -135,7 +134,7 @@ def lengths_differ(rank: int) -> bool:
 
 
 def apart(rank: int, ranks: int) -> dict[str, bool]:
-    """The last thing that these processes do: their communicator is of no use afterwards."""
+    """Runs last in these processes: their communicator is broken afterwards."""
     found = {"all_to_all": sizes_differ(rank, ranks), "send, recv": lengths_differ(rank)}
     try:
         if rank == 0:
@@ -169,7 +168,7 @@ def work(rank: int, ranks: int, store: str, queue: mp.Queue, how: str) -> None:
 def main(ranks: int, how: str = "together") -> int:
     context = mp.get_context("spawn")
     queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:  # a port could be taken by another before rank 0 listens on it
+    with tempfile.TemporaryDirectory() as folder:  # another process could take a port before rank 0 listens on it
         store = f"file://{folder}/store"
         processes = [
             context.Process(target=work, args=(rank, ranks, store, queue, how), daemon=True) for rank in range(ranks)

@@ -26,8 +26,8 @@ def case_cann_version_is_the_selected_one() -> None:
     assert get_cann_version() == CANN[os.environ["ASCEND_EMULATOR_CANN"]]
 
 
-def case_memory_behind_a_tensor_is_that_of_its_own_allocation() -> None:
-    """R92 asks. The allocator's block goes on behind it, which is an accident."""
+def case_memory_behind_a_tensor_belongs_to_its_allocation() -> None:
+    """R92 needs it: the allocator's block continues behind the allocation by accident."""
     from ascend_emulator import memory
 
     bare, roomy = (torch.zeros(size, dtype=torch.bfloat16, device="npu") for size in (8, 40))
@@ -38,7 +38,7 @@ def case_memory_behind_a_tensor_is_that_of_its_own_allocation() -> None:
 
 def case_new_memory_is_poison_every_time() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for _ in range(3):  # the second time the allocator hands out a block that held ones
+        for _ in range(3):  # the second time the allocator hands out a block of ones
             x = torch.empty(100, device="npu", dtype=dtype)
             assert x.isnan().all()
             x.fill_(1)
@@ -49,14 +49,14 @@ def case_new_memory_is_poison_every_time() -> None:
 
 
 def seen_at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What lies in device memory, whoever owns it."""
+    """The content of device memory, regardless of its owner."""
     from ascend_emulator import memory
 
     return memory.alias_at(address, (count,), (1,), dtype).clone()
 
 
 def case_freed_memory_is_poison_at_once() -> None:
-    """The allocator keeps the block: without the poison a stale address would still read what was there."""
+    """The allocator keeps the block, so without poison a stale address would still read the old values."""
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(100, device="npu", dtype=dtype)
         address, view = x.data_ptr(), x[10:].view(-1, 2)
@@ -84,7 +84,7 @@ def case_freed_memory_stays_while_a_stream_still_has_work() -> None:
 
 
 def case_memory_of_a_graph_stays_for_its_replays() -> None:
-    """vLLM lets go of a captured graph's outputs and keeps their addresses."""
+    """vLLM drops a captured graph's outputs and keeps their addresses."""
     x, graph = torch.ones(8, device="npu"), npu.NPUGraph()
     with npu.graph(graph):
         y = x + 1
@@ -95,7 +95,7 @@ def case_memory_of_a_graph_stays_for_its_replays() -> None:
 
 
 def raw(size: int) -> int:
-    """The address of device memory that torch_npu does not know of."""
+    """The address of device memory unknown to torch_npu."""
     pointer = ctypes.c_void_p()
     assert acl.aclrtMalloc(ctypes.byref(pointer), ctypes.c_size_t(size), 0) == 0
     return pointer.value
@@ -111,7 +111,7 @@ def case_raw_memory_is_poisoned_when_allocated_and_when_freed() -> None:
     assert acl.aclrtFree(ctypes.c_void_p(address)) == 107000, "freed twice"
 
 
-def case_memory_that_was_given_back_is_no_tensors() -> None:
+def case_memory_returned_to_the_runtime_is_not_a_tensor() -> None:
     from ascend_emulator import memory
 
     address = raw(1 << 20)
@@ -130,7 +130,7 @@ def case_pinned_memory_is_poison_when_allocated() -> None:
 
 
 def case_copies_name_their_sides_and_fit_their_targets() -> None:
-    """A host address taken for a device's would copy from or to anywhere."""
+    """A host address taken for a device address would copy from or to anywhere."""
     device, host = raw(64), ctypes.create_string_buffer(64)
     at = ctypes.addressof(host)
     to_device, to_host, within = 1, 2, 3
@@ -184,7 +184,7 @@ def grouped(weight: torch.Tensor) -> None:
 
 
 def case_experts_of_mixed_types_take_a_workspace_that_stays() -> None:
-    """A KV cache that is sized without it meets the end of memory in service."""
+    """A KV cache sized without it would run out of memory in service."""
     weight = torch.ones(2, 320, 1024, dtype=torch.int8).npu()
     before = npu.memory_allocated()
     grouped(weight.bfloat16())
@@ -264,7 +264,7 @@ def case_results_are_contiguous_as_on_an_npu() -> None:
     assert x.clone().stride() == x.stride(), "as in torch"
 
 
-def case_new_tensors_have_the_type_that_is_asked_for() -> None:
+def case_new_tensors_have_the_requested_type() -> None:
     x = torch.ones(2, device="npu")
     assert x.new_empty_strided((2,), (1,), dtype=torch.int64).dtype == torch.int64
     assert x.new_empty_strided((2,), (1,)).dtype == torch.float32
@@ -302,7 +302,7 @@ def held_up() -> tuple[object, object, object]:
 
 
 def case_pageable_memory_is_read_when_a_copy_is_issued() -> None:
-    """Pinned memory is read when the copy runs: who reuses it too early is to see that."""
+    """Pinned memory is read when the copy runs, so reusing it too early shows."""
     side, event, other = held_up()
     pageable, pinned = torch.ones(4), torch.ones(4).pin_memory()
     x, y = torch.zeros(4, device="npu"), torch.zeros(4, device="npu")
@@ -390,7 +390,7 @@ def case_a_stream_held_up_by_an_external_event_keeps_its_order() -> None:
     assert y.tolist() == [9, 9]
 
 
-def case_a_wait_is_for_the_recording_that_was_issued_last() -> None:
+def case_a_wait_is_for_the_last_recording() -> None:
     side, held, third = held_up()
     event, other = npu.Event(), npu.Stream()
     x = torch.zeros(2, device="npu")
@@ -408,8 +408,8 @@ def case_a_wait_is_for_the_recording_that_was_issued_last() -> None:
     assert y.tolist() == [10, 10]
 
 
-def case_filled_below_the_dispatcher_bfloat16_is_rounded() -> None:
-    """torch_npu's collectives fill their buffers through aclnn: halfway goes to the even neighbour."""
+def case_bfloat16_fill_below_the_dispatcher_rounds_to_even() -> None:
+    """torch_npu's collectives fill their buffers through aclnn; ties go to the even neighbour."""
     opapi, device = ctypes.CDLL("libopapi.so"), torch.zeros(4, device="npu", dtype=torch.bfloat16)
     for function in (opapi.aclCreateTensor, opapi.aclCreateScalar):
         function.restype = ctypes.c_void_p
@@ -448,7 +448,7 @@ def case_format_cast_is_remembered() -> None:
 
 
 def case_a_format_cast_in_place_ends_with_its_tensor() -> None:
-    """The next tensor at this address is in ND again, or it would be refused for what lay there before."""
+    """Otherwise the next tensor at this address, in ND again, would be refused for the old format."""
     from ascend_emulator import storage
 
     for _ in range(2):
@@ -472,7 +472,7 @@ def case_float32_weights_have_no_NZ_R77() -> None:
 
 
 def case_an_error_outlives_the_tensors_that_die_with_it() -> None:
-    """It was lost when torch_npu told Python of their memory: "SystemError: error return without exception set"."""
+    """torch_npu's report of freed memory replaced it by "SystemError: error return without exception set"."""
     x = torch.ones(3, device="npu")
     for function, words in (
         (lambda: bool(x * 2), "Boolean value of Tensor with more than one value is ambiguous"),

@@ -1,4 +1,4 @@
-"""ACL graphs: what capture and replay do, and the rules R81 to R91."""
+"""ACL graphs: capture, replay, and the rules R81 to R91."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ def task_group() -> Iterator[None]:
     npu.graph_task_group_begin(npu.current_stream())
     yield
     npu.graph_task_group_end(npu.current_stream())
-
-
-# --- what capture and replay do
 
 
 def case_capture_records_and_does_not_execute() -> None:
@@ -76,7 +73,7 @@ def case_memory_that_a_replay_does_not_write_is_poison() -> None:
         graph.replay()
         assert out[:2].tolist() == [1, 1]
         assert out[2:].isnan().all()
-        out.fill_(5)  # what another user of the pool leaves there
+        out.fill_(5)  # as another user of the pool may leave it
 
 
 def case_pinned_copy_is_part_of_the_graph() -> None:
@@ -117,7 +114,7 @@ def case_two_graphs_share_a_pool() -> None:
 
 
 class External:
-    """A graph of after = (out = x + alpha * x) * 10, whose alpha is updated on `side` behind an external event."""
+    """A graph of after = (out = x + alpha * x) * 10; `side` updates alpha behind an external event."""
 
     def __init__(self) -> None:
         self.x, self.out, self.after, self.side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
@@ -133,7 +130,7 @@ class External:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside of an update, which the block may end."""
+        """Encloses an update, which the block may end."""
         with npu.stream(self.side):
             npu.graph_task_update_begin(self.side, self.handle)
             yield
@@ -163,7 +160,7 @@ def case_update_before_the_replay() -> None:
 def case_work_behind_a_suspended_replay_queues() -> None:
     it = External()
     it.graph.replay()
-    late = it.after + 1  # a launch behind the replay: its result must not be of now
+    late = it.after + 1  # a launch behind the replay: its result must come after it
     late_host = torch.empty(2).pin_memory()
     late_host.copy_(late, non_blocking=True)
     x_late = it.x.clone()
@@ -187,9 +184,6 @@ def case_a_graph_that_was_not_replayed_leaves_its_output() -> None:
     x = tensor(1, 2)
     _, out = captured(lambda: x + 1)
     assert out.isnan().all()
-
-
-# --- R81
 
 
 def case_R81_default_stream_cannot_be_captured() -> None:
@@ -223,7 +217,7 @@ def case_R81_end_on_another_stream() -> None:
 
 
 def case_R81_end_on_a_stream_that_joined() -> None:
-    """torch_npu itself looks at streams of its own only."""
+    """torch_npu itself checks its own streams only."""
     side = npu.Stream()
     with refused("107025", "R81", "another stream than it began on"), capturing():
         side.wait_stream(npu.current_stream())
@@ -259,9 +253,6 @@ def case_a_graph_that_runs_is_not_replayed_on_a_second_stream() -> None:
     it.graph.replay()
     with refused("107037"), npu.stream(it.side):
         it.graph.replay()
-
-
-# --- R82
 
 
 def refused_while_capturing(function: object, *fragments: str) -> None:
@@ -394,14 +385,14 @@ def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
 
 
 def case_R82_memset() -> None:
-    """torch_npu's C++ zeroes some buffers so."""
+    """torch_npu's C++ zeroes some buffers this way."""
     buffer = tensor(1)
     with refused("107025", "memset", "R82"), capturing():
         assert acl.aclrtMemset(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(4), 0, ctypes.c_size_t(4)) == 107030
 
 
 def copied_by_another_thread(mode: str) -> tuple[object, int]:
-    """A capture in this mode, and what a synchronous copy of another thread returned meanwhile."""
+    """Captures in this mode; returns the result of another thread's synchronous copy, too."""
     host, target, codes = ctypes.create_string_buffer(4), tensor(1), []
 
     def copy() -> None:
@@ -432,9 +423,6 @@ def case_R82_the_own_threads_synchronous_copy_in_thread_local_mode() -> None:
         copy()
 
 
-# --- R83
-
-
 def case_R83_random_numbers() -> None:
     with refused("R83"):
         captured(lambda: torch.randn(3, device="npu"))
@@ -447,7 +435,7 @@ def case_R83_in_place_random_numbers() -> None:
 
 
 def case_R83_aclop_launched_below_the_dispatcher() -> None:
-    """torch_npu's C++ fills and pads so; operands are not looked at before the refusal."""
+    """torch_npu's C++ fills and pads this way; the refusal comes before a check of operands."""
     with refused("107025", "aclop operator Fill", "R83"), capturing():
         stream = ctypes.c_void_p(npu.current_stream().npu_stream)
         nothing = [None] * 3
@@ -458,9 +446,6 @@ def case_R83_operator_without_aclnn() -> None:
     x = tensor(1, 2, 3)
     with refused("aclop", "R83"):
         captured(lambda: torch_npu.npu_broadcast(x, (2, 3)))
-
-
-# --- R84
 
 
 def case_R84_stream_not_joined() -> None:
@@ -488,9 +473,6 @@ def case_R84_wait_for_an_event_of_another_capture() -> None:
     assert acl.aclrtRecordEvent(event, first) == 0
     assert acl.aclrtStreamWaitEvent(second, event) == 107032
     assert b"R84" in acl.aclGetRecentErrMsg()
-
-
-# --- R85
 
 
 def group_of(count: int) -> None:
@@ -562,9 +544,6 @@ def case_R85_group_that_is_open_at_the_end() -> None:
 def case_R85_group_outside_of_a_capture() -> None:
     with refused("107029", "R85"):
         npu.graph_task_group_begin(npu.Stream())
-
-
-# --- R86
 
 
 def case_R86_update_with_another_operator() -> None:
@@ -657,9 +636,6 @@ def case_R86_event_that_is_never_recorded_deadlocks() -> None:
         npu.synchronize()
 
 
-# --- R87
-
-
 def case_R87_freed_input() -> None:
     holder = [tensor(1, 2)]
     graph, _ = captured(lambda: holder[0] + 1)
@@ -686,17 +662,14 @@ def case_a_view_keeps_the_captured_tensor() -> None:
     assert out.tolist() == [6] * 4
 
 
-def case_R87_an_error_behind_a_wait_is_told_by_the_next_synchronisation() -> None:
-    """The replay has returned by then, and who records the event is somebody else."""
+def case_R87_an_error_behind_a_wait_is_raised_by_the_next_synchronisation() -> None:
+    """The replay has returned by then, and the event is recorded elsewhere."""
     it = External()
     del it.x
     it.graph.replay()
     it.event.record(it.side)
     with refused("507015", "R87"):
         npu.synchronize()
-
-
-# --- R88
 
 
 def case_R88_stream_budget() -> None:
@@ -711,7 +684,7 @@ def case_R88_stream_budget() -> None:
 
 
 def case_R88_streams_come_back() -> None:
-    """From graphs that are destroyed, captures that failed, and streams. A graph takes one for each that joined it."""
+    """Destroyed graphs, failed captures and streams return them. A graph takes one for each stream that joined it."""
     streams, model, event = [], ctypes.c_void_p(), ctypes.c_void_p()
     while True:
         stream = ctypes.c_void_p()
@@ -742,9 +715,6 @@ def case_R88_streams_come_back() -> None:
     assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
 
 
-# --- R89
-
-
 def case_R89_update_with_another_shape() -> None:
     it = External()
     with refused("207019", "R89"), it.updating():
@@ -761,7 +731,7 @@ def updatable(x: torch.Tensor, out: torch.Tensor) -> tuple[object, object]:
 
 
 def case_R89_update_with_another_stride_or_type() -> None:
-    """Of the same size at the same address: the kernel would read the elements of others."""
+    """With the same size and address the kernel would read the wrong elements."""
     x, out = torch.ones(2, 2, device="npu"), torch.zeros(2, 2, device="npu")
     _graph, handle = updatable(x, out)
     for other, into in ((x.t(), out), (x.view(torch.int32), out.view(torch.int32))):
@@ -779,8 +749,8 @@ def case_R86_update_with_another_number_of_tensors() -> None:
         torch.add(x, torch.tensor(1.0), alpha=2, out=out)
 
 
-def case_R87_an_update_through_weak_references_keeps_watching_the_captured_tensors() -> None:
-    """vllm-ascend updates so: the references are gone before the replay, the tensors are not."""
+def case_R87_a_weak_update_keeps_watching_the_captured_tensors() -> None:
+    """vllm-ascend updates this way: the references are gone before the replay, the tensors are not."""
     holder, out, side = [tensor(1, 2)], tensor(0, 0), npu.Stream()
     graph, handle = updatable(holder[0], out)
     with npu.stream(side):
@@ -794,9 +764,6 @@ def case_R87_an_update_through_weak_references_keeps_watching_the_captured_tenso
     holder.clear()
     with refused("R87"):
         graph.replay()
-
-
-# --- R90
 
 
 def attend_under_auto_dispatch() -> None:
@@ -824,9 +791,6 @@ def case_auto_dispatch_knows_version_2_from_8_5() -> None:
 
     context.set_default(dataclasses.replace(context.current(), cann="8.5"))
     attend_under_auto_dispatch()
-
-
-# --- R91
 
 
 def forked(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""`python runner.py FILE`: run each `case_…` of FILE in a forked process and print one RESULT line of JSON for each.
+"""`python runner.py FILE`: runs each `case_…` of FILE in a forked process and prints a RESULT line of JSON for each.
 
-A failed capture leaves torch_npu's allocator unusable, on the real device too, hence the processes. torch_npu is
-imported and initialised once, before the first fork: it has no threads here.
+A failed capture leaves torch_npu's allocator unusable, on the real device too, so each case has its process. torch_npu
+is initialised once, before the first fork: it has no threads here.
 """
 
 from __future__ import annotations

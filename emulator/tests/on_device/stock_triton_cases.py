@@ -1,4 +1,4 @@
-"""Stock's Triton kernels of a gpt-oss step on vllm-ascend 0.23, against what it computes without Triton."""
+"""Stock's Triton kernels of a gpt-oss step on vllm-ascend 0.23, against its results without Triton."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def case_the_slots_of_a_step() -> None:
 
 
 def case_rotary_embedding() -> None:
-    """Of 64 query heads and 8 of keys, as gpt-oss has them; one token, and more than the card has vector cores."""
+    """64 query heads and 8 key heads, as in gpt-oss; one token, and more than the card's vector cores."""
     for tokens in (1, 50):
         query, key = torch.randn(tokens, 64, 64), torch.randn(tokens, 8, 64)
         angles = torch.rand(100, 32) * 7

@@ -1,4 +1,4 @@
-"""What the cases share."""
+"""Helpers of the cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
 @contextlib.contextmanager
 def refused(*fragments: str) -> Iterator[None]:
-    """The block must raise an error that holds every fragment, in itself or in what it was raised from."""
+    """The block must raise an error that holds every fragment, in itself or in its causes."""
     try:
         yield
     except RuntimeError as error:
@@ -29,7 +29,7 @@ def refused(*fragments: str) -> Iterator[None]:
 
 
 def captured(function: object) -> tuple[torch.npu.NPUGraph, object]:
-    """A graph of `function`, and what the function returned while it was captured."""
+    """A graph of `function`, and the function's result during the capture."""
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         result = function()

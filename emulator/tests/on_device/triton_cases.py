@@ -1,4 +1,4 @@
-"""Triton-Ascend's kernels on the emulated device: Huawei's compiler takes each, this CPU runs what it lowered."""
+"""Triton-Ascend's kernels on the emulated device: Huawei's compiler checks each, this CPU runs the lowered code."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def refused(words: str, launch: Callable[[], None]) -> None:
     assert words in said, said
 
 
-def case_a_launch_writes_what_the_kernel_says() -> None:
+def case_a_launch_writes_the_kernels_result() -> None:
     source, places, out = rows()
     moved[(2,)](source, places, out, 3, SIZE=24)
     assert out.tolist() == expected(source, [3, -1, 0], -5)
 
 
-def case_a_grid_may_be_a_function_and_a_view_starts_where_it_starts() -> None:
+def case_a_grid_may_be_a_function_and_a_view_has_an_offset() -> None:
     source, places, out = rows()
     moved[lambda constants: (constants["count"],)](source[1:], places[2:], out[1:], 1, SIZE=24)
     assert out.tolist() == expected(source, [-1, 1, -1], -5)
@@ -65,7 +65,7 @@ def case_a_captured_launch_runs_at_the_replay_and_reads_the_device_then() -> Non
     assert out.tolist() == expected(source, [-1, 2, 2], -5)
 
 
-def case_what_it_writes_comes_before_the_next_operator_of_the_stream() -> None:
+def case_a_launch_writes_before_the_next_operator_of_the_stream() -> None:
     source, places, out = rows()
     with npu.stream(npu.Stream()):
         source.add_(1)
@@ -86,8 +86,8 @@ def case_a_launch_without_a_tensor_of_the_device_is_refused() -> None:
     refused("none of its tensors is on the device", lambda: moved[(1,)](source, places, out, 3, SIZE=24))
 
 
-def case_a_trace_charges_what_a_launch_touches_and_each_byte_once() -> None:
-    """Rows of 96 bytes, and three numbers of rows: not all of `source`, and of `out` not the row that stays."""
+def case_a_trace_counts_each_touched_byte_once() -> None:
+    """Rows of 96 bytes and three row numbers: only parts of `source`, and not the kept row of `out`."""
     source, places, out = rows()
     told = []
 

@@ -33,7 +33,7 @@ def gathered(case: dict, name: str, request: int) -> torch.Tensor:
 
 
 def expected(case: dict, keys_seen: int | None) -> torch.Tensor:
-    """torch's attention in float32, where the sink is a key whose score is the sink and whose value is zero."""
+    """torch's attention in float32, with the sink as a key: its score is the sink, its value zero."""
     heads, group = case["num_query_heads"], case["num_query_heads"] // case["num_key_value_heads"]
     dim, scale, sink = case["query"].size(2), case["softmax_scale"], case["learnable_sink"]
     rows = []
@@ -110,7 +110,7 @@ def test_the_sink_is_not_scaled_and_changes_the_output():
     assert_close(fia(**weak)[0], expected(dict(case, learnable_sink=None), None), atol=ROUNDED_P)
 
 
-def test_a_sink_far_above_the_scores_gives_zero_as_the_maximum_leaves_it_out():
+def test_a_sink_far_above_the_scores_gives_zero():
     case = attention_case([2], [2])
     case["learnable_sink"] = torch.full((8,), 1e4, dtype=torch.bfloat16)
     assert torch.equal(fia(**case)[0], torch.zeros(2, 8, 64, dtype=torch.bfloat16))
@@ -225,8 +225,8 @@ def test_tiles_of_a_plain_triangle_are_the_band():
                 assert torch.equal(got, want), (q_len, kv_len, mode, pre, next_, longest)
 
 
-def test_a_mask_cut_at_the_window_is_right_while_chunks_are_short_and_wrong_beyond():
-    """The cut mask of vllm-ascend 0.15 to 0.18: exact up to 700 tokens, keys far outside the window seen at 1100."""
+def test_a_mask_cut_at_the_window_is_wrong_in_long_chunks_only():
+    """The cut mask of vllm-ascend 0.15 to 0.18: exact to 700 tokens; at 1100 rows see keys far outside the window."""
     cut = TRIANGLE | torch.ones(2048, 2048, dtype=torch.int8).tril_(-128)
     for length, wrong in ((100, 0), (512, 0), (700, 0), (1100, 41024)):
         tiling = Tiling.of([length], [length], 8, False)
@@ -268,7 +268,7 @@ def test_batched_layouts_match_the_packed_one(layout):
 
 @pytest.mark.parametrize(("pre_tokens", "keys"), [(128, 128), (2147483647, 300)])
 def test_decode_in_bsh_counts_keys_in_pre_tokens(pre_tokens, keys):
-    """vllm-ascend's own window decode: there pre_tokens is a number of keys, unlike in TND."""
+    """vllm-ascend's own window decode: pre_tokens is a number of keys there, unlike in TND."""
     case = attention_case([1], [300], sink=False)
     got, _ = fia_v1(
         case["query"].view(1, 1, -1), case["key"], case["value"], actual_seq_lengths=[1], actual_seq_lengths_kv=[300],

@@ -64,7 +64,7 @@ def test_the_bias_is_added_before_rounding():
         [x], [weight], bias=[torch.full((1, 1), 0.5)], group_list=torch.tensor([1]), split_item=2, group_type=0,
         group_list_type=1,
     )[0]  # fmt: skip
-    assert float(out) == 258.0  # 257.5, rounded once; 257 rounded first is 256 and stays there
+    assert float(out) == 258.0  # 257.5, rounded once; 257 would first round to 256 and stay there
 
 
 def test_the_list_overload_and_group_type_minus_one_agree():
@@ -147,7 +147,7 @@ def planes_case(rows: int = 6, inner: int = ALIGNED, columns: int = WIDE, expert
 
 
 def exact(case: dict, rounded: bool) -> torch.Tensor:
-    """In float64; `rounded`: with weights as the kernel that expands them has them."""
+    """The product in float64. rounded: with weights as the expanding kernel rounds them."""
     weight, scale, offset = (case[name][0].double() for name in ("weight", "antiquant_scale", "antiquant_offset"))
     plain = (weight + offset[:, None]) * scale[:, None]
     plain = plain.bfloat16().double() if rounded else plain
@@ -159,7 +159,7 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
 
-def test_aligned_int8_weights_are_multiplied_as_they_are_stored_and_rows_have_fifteen_bits():
+def test_aligned_int8_weights_are_not_expanded_and_rows_keep_15_bits():
     case = planes_case()
     case["x"][0][3] = 0  # a row without a largest value
     got = gmm(**case)[0]
@@ -198,7 +198,7 @@ def test_on_planes_a_small_value_beside_a_large_one_is_lost():
     ],
     ids=lambda v: str(v),
 )
-def test_which_int8_sizes_run_on_planes(sizes, planes):
+def test_int8_sizes_that_run_on_planes(sizes, planes):
     case = {"rows": 6, "inner": ALIGNED, "columns": WIDE, "experts": 2, **sizes}
     x = torch.empty(case["rows"], case["inner"], dtype=torch.bfloat16, device="meta")
     weight = torch.empty(case["experts"], case["inner"], case["columns"], dtype=torch.int8, device="meta")

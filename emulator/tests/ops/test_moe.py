@@ -30,7 +30,7 @@ def dispatch(x: torch.Tensor, ids: torch.Tensor, span: tuple[int, int] = (0, EXP
 
 
 def expert_of_row(rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    """Something that tells experts apart: row * (expert + 1)."""
+    """A different function per expert: row * (expert + 1)."""
     return rows.float() * (expert[:, None] + 1)
 
 

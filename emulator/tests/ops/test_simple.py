@@ -1,4 +1,4 @@
-"""The small operators around attention and experts against plain formulas, and what they refuse."""
+"""The small operators around attention and experts against plain formulas, and their refusals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MATMUL_ADD = OPS["atb::_npu_matmul_add_fp32"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_matmul_add_fp32_adds_the_transposed_product_to_what_is_there(dtype):
-    """x lies as [k, m], and nothing is rounded to 16 bits on the way: C takes a sum of many small products."""
+def test_matmul_add_fp32_adds_the_transposed_product_to_c(dtype):
+    """x is stored as [k, m]. Nothing is rounded to 16 bits, as C sums many small products."""
     x, weight = torch.randn(300, 5).to(dtype), torch.randn(300, 7).to(dtype)
     before = torch.randn(5, 7)
     C = before.clone()
@@ -26,7 +26,7 @@ def test_matmul_add_fp32_adds_the_transposed_product_to_what_is_there(dtype):
     assert_close(C, (before.double() + 2 * (x.double().t() @ weight.double())).float(), scale=4)
 
 
-def test_matmul_add_fp32_only_checks_when_it_is_not_to_run():
+def test_matmul_add_fp32_without_execution_only_checks():
     C = torch.ones(2, 2)
     with use(execute=False):
         MATMUL_ADD(torch.ones(3, 2).bfloat16(), torch.ones(3, 2).bfloat16(), C)
@@ -89,7 +89,7 @@ def test_top_k_top_p_refuses(p, k):
 
 
 def test_histc_counts_integers():
-    """vllm-ascend counts the tokens of each expert with it; the last bin holds its upper end too."""
+    """vllm-ascend counts each expert's tokens with it; the last bin includes its upper end."""
     ids = torch.tensor([0, 3, 3, 1, 4], dtype=torch.int32)
     counted = OPS["aten::histc"](ids, bins=4, min=0, max=4)
     assert counted.dtype == torch.int32

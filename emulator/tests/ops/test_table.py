@@ -1,4 +1,4 @@
-"""The table of operators: schemas bind as torch's dispatcher would, and code cannot drift from them."""
+"""The table of operators: schemas bind like torch's dispatcher, and code cannot drift from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes moved are those of what a call touches, not of the buffers that it is given."""
+"""Traffic counts the bytes that a call touches, not whole buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulator.tests.contracts import attention_case
 
 def test_attention_reads_the_keys_in_reach_and_not_the_cache():
     fia = OPS["npu::npu_fused_infer_attention_score_v2"]
-    row, key = 8 * 64 * 2, 2 * 2 * 64 * 2  # one query row, one key with its value, in bytes
+    row, key = 8 * 64 * 2, 2 * 2 * 64 * 2  # bytes of a query row, and of a key with its value
     for window, keys in ((False, 1000), (True, 128)):
         read, written, launches = fia.traffic(**attention_case([1], [1000], window=window))
         assert launches == 1

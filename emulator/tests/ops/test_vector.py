@@ -81,7 +81,7 @@ def table(rows: int, dim: int) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, at: torch.Tensor, dim: int, neox: bool) -> torch.Tensor:
-    """x [T, N, D] turned as complex numbers."""
+    """x [T, N, D] rotated as complex numbers."""
     cos, sin = table(64, dim)[at].chunk(2, -1)
     pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if neox else x.unflatten(-1, (-1, 2))
     z = torch.view_as_complex(pairs.float().contiguous()) * torch.complex(cos, sin)[:, None]
@@ -109,7 +109,7 @@ def test_rotary_embeddings_turn_pairs(neox):
     assert_close(OPS["npu::npu_rotary_mul"](query[None], cos, sin, mode)[0], want[0], scale=4)
 
 
-def test_mrope_leaves_what_lies_past_rotary_dim():
+def test_mrope_keeps_entries_past_rotary_dim():
     query = torch.randn(2, 64)
     got, _ = OPS["npu::npu_mrope"](torch.tensor([3, 4]), query, query, table(8, 32), 64)
     assert torch.equal(got[:, 32:], query[:, 32:])
@@ -148,7 +148,7 @@ def test_negative_slots_are_skipped():
     assert caches[0].sum() == 16
 
 
-def test_atb_attention_agrees_with_the_fused_operator_without_sink_and_window():
+def test_atb_attention_equals_the_fused_operator_without_sink_or_window():
     fia = OPS["npu::npu_fused_infer_attention_score_v2"]
     decode = attention_case([1, 1], [200, 7], sink=False)
     caches = [t.view(-1, 128, 2, 64) for t in (decode["key"], decode["value"])]
@@ -198,7 +198,7 @@ def atb_operands() -> dict[str, dict[str, object]]:
 
 
 def broken_for_atb(name: str, legal: dict[str, object]) -> dict[str, tuple[dict[str, object], str]]:
-    """What each of the operators must refuse -> the change, and words of the refusal."""
+    """Calls that the operator must refuse: name -> changed arguments, and words of the refusal."""
     wide = legal["out"].new_zeros(2, 8, 128)
     found = {
         "out strided": ({"out": wide[..., :64]}, "at_tensor is not contiguous"),

@@ -1,4 +1,4 @@
-"""What vllm-ascend 0.23 brings beside CANN's operators: its own library's, and the Triton kernel of each step."""
+"""vllm-ascend 0.23's own operators, and the Triton kernel of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R01 to R40, R92 and R93: a legal call like gpt-oss's with one thing broken."""
+"""R01 to R40, R92 and R93: a legal call like gpt-oss's, broken in one point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ fia_v1 = OPS["npu::npu_fused_infer_attention_score"]
 
 
 def case(**changes: object) -> dict:
-    """Two requests: a chunk of 4 behind 136 cached tokens, and one decoding at 7."""
+    """Two requests: a chunk of 4 tokens behind 136 cached ones, and a decode at 7."""
     return dict(attention_case([4, 1], [140, 7]), **changes)
 
 
@@ -43,7 +43,7 @@ def sized(dim: int, *, heads: int = 8, kv_heads: int = 2, **changes: object) -> 
 
 @pytest.mark.parametrize("cann", CANN_VERSIONS)
 @pytest.mark.parametrize("make", [case, unpaged, bsh])
-def test_the_calls_that_are_broken_below_are_legal(make, cann):
+def test_the_base_calls_are_legal(make, cann):
     with use(cann=cann, findings=[]) as context:
         fia(**make())
         fia(**make(), return_softmax_lse=True)
@@ -490,7 +490,7 @@ def test_R38_a_small_workspace_is_not_noticed():
 
 
 def decode(*kv_lens: int, **changes: object) -> dict:
-    """One row a request of gpt-oss's own heads."""
+    """One query row per request with gpt-oss's heads."""
     return dict(attention_case([1] * len(kv_lens), list(kv_lens), heads=64, kv_heads=8), **changes)
 
 
@@ -507,7 +507,7 @@ def decode(*kv_lens: int, **changes: object) -> dict:
     ids=["long", "two tiles", "one tile", "a window over two tiles", "a window in one tile"],
 )
 def test_R38_from_8_5_on_the_workspace_grows_when_keys_are_split(cann, long, split):
-    """A graph captured at short lengths is replayed at long ones: what its capture needed is too little then."""
+    """A graph captured at short lengths is replayed at long ones, which need more than its capture reserved."""
     short = decode(*[512] * len(long["actual_seq_kvlen"]))
     with use(cann=cann):
         enough = torch.empty((16 << 20) + 20 * 2 * 8 * (512 * 6 + 64 * 8), dtype=torch.uint8)
@@ -559,7 +559,7 @@ def test_R40_inner_precise():
 
 
 def test_R92_up_to_9_0_the_sink_is_read_past_its_end():
-    """It is in the last 64 bytes of its memory by no accident of this test: so torch makes it."""
+    """torch allocates the sink so that it ends in the last 64 bytes of its memory."""
     bare = case(learnable_sink=torch.randn(8).bfloat16())
     for cann in ("8.5", "9.0"):
         with use(cann=cann):
@@ -597,7 +597,7 @@ def test_R04_before_9_0_a_float16_sink_is_refused():
             fia(**case(learnable_sink=torch.zeros(40).half()[:8]))
 
 
-# Outside of packed tokens: what vllm-ascend's own attention calls
+# Layouts other than packed tokens, as in vllm-ascend's own attention
 
 
 def test_R08_ranks_outside_of_packed_tokens():
@@ -663,7 +663,7 @@ def test_R14_lengths_outside_of_packed_tokens_are_not_negative():
     ],
     ids=["layout", "sparse mode", "query in float32", "float32", "mixed", "quantised", "pse"],
 )
-def test_what_no_layout_takes_is_refused(changes, words):
+def test_arguments_that_no_layout_takes_are_refused(changes, words):
     with pytest.raises(ContractError, match=words):
         fia(**{**bsh(), **changes})
 

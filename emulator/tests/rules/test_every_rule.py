@@ -1,4 +1,4 @@
-"""The table of rules is whole, and each rule of an operator has a test that triggers it."""
+"""The table of rules is complete, and each operator rule has a test that triggers it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ninety_three_rules_with_a_sentence_each():
     assert (of_release["9.0"] - of_release["8.5"], of_release["9.0"] - of_release["9.1"]) == ({93}, {92})
 
 
-def test_what_is_not_a_rule_of_every_release_says_where_that_was_read():
+def test_each_rule_of_some_releases_only_has_a_source():
     assert {n for n, rule in RULES.items() if rule.versions != CANN_VERSIONS} <= SOURCES.keys() <= RULES.keys()
 
 

@@ -225,7 +225,7 @@ def test_R50_no_activation_in_float():
 
 
 def test_int8_is_legal_and_not_emulated():
-    """Also with an activation, which scales for each token allow, and with weights of four bits."""
+    """Also with an activation, which per-token scales allow, and with four-bit weights."""
     packed = torch.zeros(EXPERTS, INNER, COLUMNS // 8, dtype=torch.int32)
     for changes in ({}, {"act_type": 1, "per_token_scale": [torch.ones(6)]}, {"weight": [packed]}):
         with pytest.raises(NotEmulatedError, match="int8 x int"):
@@ -269,7 +269,7 @@ def test_R52_weight_only_scales(make):
 
 
 def test_R52_a_transposed_int4_weight_has_even_groups():
-    """Two rows of K share a byte then. Not transposed, a group of three is legal."""
+    """Otherwise two rows of K share a byte. Not transposed, a group of three is legal."""
     packed = torch.ones(EXPERTS, 2, 6, dtype=torch.int32)
     scale = torch.ones(EXPERTS, 2, 16).bfloat16()
     operands = {"antiquant_scale": [scale], "antiquant_offset": [scale], "bias": None}

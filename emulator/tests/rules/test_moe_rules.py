@@ -45,7 +45,7 @@ def test_finished_is_a_boolean_a_row(finished):
 
 
 @pytest.mark.parametrize(("rule", "op"), [(57, softmax), (58, lambda x, k: gating(x, k, norm_type=1))])
-def test_logits_that_are_not_numbers_leave_the_choice_undefined(rule, op):
+def test_nan_logits_leave_the_choice_undefined(rule, op):
     x = LOGITS.clone()
     x[1, 3] = float("nan")
     with rejects(rule, "1 of", "NaN"):
@@ -182,7 +182,7 @@ def test_R61_permute_and_unpermute():
 
 @pytest.mark.parametrize("wild", [-1, (1 << 24) - 1])
 def test_R61_indices_have_24_bits(wild):
-    """Others are sorted wrongly, and nothing says so."""
+    """The device sorts larger indices wrongly and silently."""
     permute(ROWS, torch.tensor([0, 1, (1 << 24) - 2]))
     broken = torch.tensor([0, wild, 2])
     with rejects(61, str(wild)):
@@ -290,7 +290,7 @@ def test_R65_dispatch_and_combine_across_ranks(changes, word):
 @pytest.mark.parametrize(
     ("ranks", "more", "documented"), [(8, {}, "16 to 256"), (24, {"comm_alg": "hierarchy"}, "16, 32 or 64")]
 )
-def test_R65_ranks_beside_the_document_are_taken_by_the_tiling(ranks, more, documented):
+def test_R65_the_tiling_takes_undocumented_rank_counts(ranks, more, documented):
     x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
     with notes(65, documented, f"the tiling takes {ranks}"), pytest.raises(NotEmulatedError):
         OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", ranks, 0, 128, **more)

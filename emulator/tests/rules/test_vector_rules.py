@@ -87,7 +87,7 @@ def test_R69_dequant_swiglu_quant(x, extra):
     dequant(torch.zeros(2, 128).bfloat16(), quant_mode=1, group_index=torch.tensor([2]))
 
 
-def test_what_dequant_swiglu_quant_takes():
+def test_dequant_swiglu_quant_takes_legal_calls():
     scales = {"weight_scale": torch.full((128,), 0.5), "activation_scale": torch.tensor([1.0, 2.0])}
     x = torch.arange(256, dtype=torch.int32).view(2, 128) % 5
     out, scale = dequant(x, **scales, quant_mode=1, swiglu_mode=1)
@@ -389,7 +389,7 @@ def test_R77_formats_of_expert_weights():
 
 
 def test_R77_a_weight_of_another_type_in_nz_is_refused():
-    """npu_format_cast refuses float32, but a tensor may have been made in the format."""
+    """npu_format_cast refuses float32, but another operator may have made such a tensor."""
     weight = torch.zeros(4, 32, 32)
     groups = {"group_list": torch.tensor([1, 1, 0, 0]), "split_item": 2, "group_type": 0, "group_list_type": 1}
     with use(format_of=lambda t: FORMAT_FRACTAL_NZ if t is weight else 2), rejects(77, "got float32"):
