@@ -1,9 +1,9 @@
-"""Ask a real Prometheus each query of the dashboard and each alert about a running server, while requests run.
+"""Sends a real Prometheus each query of the dashboard and each alert, while requests run on a server.
 
     python docker/check_dashboard.py http://127.0.0.1:8000 [--prometheus PROGRAM]
 
-Exits with 1 when a query fails, or finds nothing though its parts are there; an alert may find nothing. The server may
-be any with gpt-oss. Needs promql-parser, which `make setup` installs.
+Works with any gpt-oss server. Exits with 1 if a query fails, or finds nothing although its series exist; an alert may
+find nothing. Needs promql-parser, which `make setup` installs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def prometheus(program: str, server: str) -> Iterator[str]:
 
 
 def load(server: str, seconds: float) -> int:
-    """Requests of several lengths, some together, for a while; returns how many."""
+    """Sends requests of several lengths, some at once, for some seconds; returns how many."""
     model = get(f"{server}/v1/models")["data"][0]["id"]
     end, sent = time.monotonic() + seconds, 0
 
@@ -85,7 +85,7 @@ def load(server: str, seconds: float) -> int:
 
 
 def answer(where: str, expression: str) -> list[Any]:
-    """The result of an instant query; raises RuntimeError with Prometheus's own words."""
+    """The result of an instant query. Raises RuntimeError with Prometheus's own words."""
     try:
         return get(f"{where}/api/v1/query?{urllib.parse.urlencode({'query': expression})}")["data"]["result"]
     except urllib.error.HTTPError as error:

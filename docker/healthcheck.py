@@ -1,4 +1,4 @@
-"""Exit with 0 if the server answers /health: the images' HEALTHCHECK, since not all of them have curl."""
+"""Exits with 0 if the server answers /health: the images' HEALTHCHECK, because some images lack curl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 
-# the server runs in this container, so no proxy of the user's is asked
+# the server runs in this container, so the user's proxy is bypassed
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

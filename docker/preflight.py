@@ -1,6 +1,6 @@
-"""Run, before a server starts on a 910B, the checks of `npu-gptoss doctor` that take no time and open no device.
+"""Runs the quick checks of `npu-gptoss doctor` that open no device, before a server starts on a 910B.
 
-Prints each failure with its remedy, and exits with 1 when something failed. `npu-gptoss doctor` does the rest.
+Prints each failure with its remedy, and exits with 1 if there is one.
 """
 
 from __future__ import annotations

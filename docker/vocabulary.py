@@ -1,4 +1,4 @@
-"""Write the harmony vocabulary into a folder: from the package bpe-openai, checked against its published SHA-256."""
+"""Writes the harmony vocabulary into a folder, from the package bpe-openai; checks it against its published SHA-256."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CANN and which driver are installed: read from the version files of Huawei's installers, without a library.
+"""Reads the installed versions of CANN and the driver from the version files of Huawei's installers.
 
 * toolkit: `<toolkit>/<arch>-linux/ascend_toolkit_install.info` with `version=8.3.RC1`, or `<toolkit>/version.cfg` with
   `toolkit_running_version=[7.8.0.1.231:8.3.RC1]`; `set_env.sh` names the toolkit in ASCEND_HOME_PATH;
@@ -21,7 +21,7 @@ DRIVER_FOLDER = "usr/local/Ascend/driver"
 
 
 def read(path: Path) -> str:
-    """Empty when it is not there or cannot be read."""
+    """The file's text; empty if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -29,13 +29,13 @@ def read(path: Path) -> str:
 
 
 def value(text: str, key: str, separator: str = "=") -> str:
-    """Of a line `key = value`; empty when there is none."""
+    """The value of a line `key = value`; empty if there is none."""
     match = re.search(rf"^\s*{re.escape(key)}\s*{separator}\s*(\S+)\s*$", text, re.M | re.I)
     return match[1] if match else ""
 
 
 def toolkit_version(toolkit: Path) -> str:
-    """What the installer wrote; empty when this is no toolkit."""
+    """The version that the installer wrote; empty if this is no toolkit."""
     for info in (*sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")), toolkit / "ascend_toolkit_install.info"):
         if version := value(read(info), "version"):
             return version
@@ -46,7 +46,7 @@ def toolkit_version(toolkit: Path) -> str:
 
 @dataclass(frozen=True)
 class Version:
-    """8.3.RC1.alpha003 is (8, 3), "RC1", "alpha003"."""
+    """A version of CANN: 8.3.RC1.alpha003 is (8, 3), "RC1", "alpha003"."""
 
     series: tuple[int, int]
     release: str  # "RC1", "0" of 8.5.0, "" when the text ends after the series
@@ -65,48 +65,48 @@ def parse(text: str) -> Version | None:
 
 
 def series(text: str) -> tuple[int, int] | None:
-    """(8, 3) of "8.3.RC1"; None of what is no version."""
+    """(8, 3) of "8.3.RC1"; None if the text is no version."""
     version = parse(text)
     return version.series if version else None
 
 
 def built(toolkit: Path) -> str:
-    """The day on which the attention operators were built, such as 20260721; "" where nothing says so."""
+    """The build day of the attention operators, such as 20260721; "" if unknown."""
     for header in sorted(toolkit.glob("*-linux/include/version/ops_transformer_version.h")):
         if match := re.search(r"OPS_TRANSFORMER_TIMESTAMP\D+(\d{8})", read(header)):
             return match[1]
     return ""
 
 
-# A nightly build calls itself like the release to come; its operators have a day.
+# A nightly build has the name of the coming release; only its operators carry the day.
 WRONG_NIGHTLIES = ("20260325", "20260330")
 
 
 def defect(text: str, day: str = "") -> str | None:
-    """What this build of CANN computes wrongly without a word; None: nothing known. day: when it was built."""
+    """The known silent error in this build of CANN; None if there is none. day: its build day."""
     version = parse(text)
     if WRONG_NIGHTLIES[0] <= day <= WRONG_NIGHTLIES[1]:
         return (
-            f"a nightly build of {day}, and builds of 25 to 30 March 2026 attend wrongly in layers with a window and "
-            "sinks (ops-transformer c36036e63, mended in 2687bb676)"
+            f"a nightly build of {day}, and builds of 25 to 30 March 2026 compute attention with a window and sinks "
+            "wrongly (ops-transformer c36036e63, fixed in 2687bb676)"
         )
     if version is not None and version.series == (9, 1) and version.prerelease:
         return (
-            "a beta, and betas of 9.1 lose columns of matrix products of fewer than 64 rows (ops-nn e3f831f65; mended "
+            "a beta, and betas of 9.1 lose columns in matrix products of fewer than 64 rows (ops-nn e3f831f65, fixed "
             "in 9.1.0)"
         )
     return None
 
 
 def in_use() -> str:
-    """The CANN that torch-npu runs on, "" where it does not know. Imports torch_npu."""
+    """The CANN version that torch-npu runs on, "" if it is unknown. Imports torch_npu."""
     import torch_npu
 
     return torch_npu.npu.utils.get_cann_version() or ""
 
 
 def find_toolkit(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[Path | None, str | None]:
-    """(the toolkit, the variable that names it): the variable is None when the toolkit only lies in the usual place."""
+    """The toolkit, and the variable that names it: None if the toolkit was found in a usual place."""
     for name in HOME_VARIABLES:
         if environ.get(name):
             return Path(environ[name]), name
@@ -118,6 +118,6 @@ def find_toolkit(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Empty where no version file says one."""
+    """The driver's version; empty if no version file has one."""
     info = read(root / DRIVER_FOLDER / "version.info")
     return value(info, "package_version") or value(info, "Version")

@@ -13,7 +13,7 @@ from npu_gptoss import __version__, envs
 from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("npu_gptoss.doctor.command", "check this machine for gpt-oss, and say what to do where it does not fit"),
+    "doctor": ("npu_gptoss.doctor.command", "check this machine for gpt-oss, with a remedy for each problem"),
     "bench": ("npu_gptoss.bench.command", "measure decode, prefill, kernels beside the floor; compare"),
     "emulate": ("npu_gptoss.emulate", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
@@ -39,13 +39,13 @@ def _usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 success, 1 the command's own 'no', 2 input that cannot be used."""
+    """Runs one command. Returns its exit code: 0 success, 1 a negative result, 2 input that cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except RuntimeError as error:
-        if "backend extension" not in str(error):  # of torch, which loads torch_npu when it is imported
+        if "backend extension" not in str(error):  # of torch, which loads torch_npu at import
             raise
         print(
             f"npu-gptoss {arguments[0]}: torch_npu does not load ({error.__cause__ or error}). It needs CANN and the "
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except BrokenPipeError:  # `npu-gptoss kernels list | head`: the interpreter flushes once more when it ends
+    except BrokenPipeError:  # `npu-gptoss kernels list | head`: the interpreter flushes once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def _run(arguments: list[str]) -> int:
         )
         return 2
     parser = argparse.ArgumentParser(prog=f"npu-gptoss {name}", description=module.__doc__)
-    if name != "doctor":  # which has a check of its own
+    if name != "doctor":  # doctor has its own check
         for sentence in envs.unknown(os.environ):
             print(f"npu-gptoss: {sentence}", file=sys.stderr)
     try:

@@ -1,6 +1,6 @@
-"""Run any command on an emulated Ascend 910B: `ascend-emulate` by another name.
+"""Runs any command on an emulated Ascend 910B: another name for `ascend-emulate`.
 
-The emulator is a distribution of its own (`emulator/` of the repository), which `make setup-emulated` installs.
+The emulator is a separate distribution (`emulator/` of the repository), which `make setup-emulated` installs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _command() -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != "ascend_emulator":
             raise
         raise InputError(
-            "the emulated Ascend 910B is a distribution of its own, and it is not installed here. In a clone of the "
+            "the emulated Ascend 910B is a separate distribution that is not installed here. In a clone of the "
             "repository: make setup-emulated; or pip install ./emulator"
         ) from None
 

@@ -1,6 +1,6 @@
-"""Every environment variable that the package reads: one table, from which the documentation is generated.
+"""All environment variables of the package in one table, from which the documentation is generated.
 
-`get(name)` parses the variable at the time of the call, so that tests and servers can change it after import.
+`get(name)` parses the variable at each call, so tests and servers can change it after import.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ VARIABLES: dict[str, Variable] = {
 
 # NPU_GPTOSS_KERNEL_<FAMILY>_<MODE>=kernel or solution, one variable per operation: see kernels/selection.py
 KERNEL_OVERRIDE_PREFIX = "NPU_GPTOSS_KERNEL_"
-# the operations, known here before torch is: those of other packages are not, so only these families are looked at
+# known without torch; other packages' operations are not, so `unknown` looks at these families only
 KERNEL_OPERATIONS = (
     "ATTENTION_PAGED",
     "ATTENTION_WRITE_KV",
@@ -150,7 +150,7 @@ KERNEL_OPERATIONS = (
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that looks like one of this package's and is none: nothing would read it."""
+    """Sentences for variables that look like this package's but that nothing reads."""
     sentences = []
     known = {*VARIABLES, *(f"{KERNEL_OVERRIDE_PREFIX}{operation}" for operation in KERNEL_OPERATIONS)}
     families = {operation.partition("_")[0] for operation in KERNEL_OPERATIONS}
@@ -161,16 +161,16 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
         near = difflib.get_close_matches(name, known, 1, 0.9)
         meant = f"; {near[0]} may be meant" if near else ""
         if not name.startswith(KERNEL_OVERRIDE_PREFIX):
-            sentences.append(f"{ascii(name)[1:-1]} is no variable of npu-gptoss, and nothing reads it{meant}.")
+            sentences.append(f"{ascii(name)[1:-1]} is no variable of npu-gptoss, so nothing reads it{meant}.")
         elif family in families or near:
-            sentences.append(f"{ascii(name)[1:-1]} names no operation of npu-gptoss, and nothing reads it{meant}.")
+            sentences.append(f"{ascii(name)[1:-1]} names no operation of npu-gptoss, so nothing reads it{meant}.")
         else:
             sentences.append(f"{ascii(name)[1:-1]} is read only if another package defines that operation.")
     return sentences
 
 
 def get(name: str) -> Any:
-    """The parsed value of a variable of the table, its default when unset or empty; raises when it does not parse."""
+    """The parsed value of a variable; its default if it is unset or empty. Raises InputError if it does not parse."""
     variable = VARIABLES[name]
     text = os.environ.get(name, "")
     if not text:

@@ -1,9 +1,8 @@
-"""Errors that a user's input can cause: `InputError`, the base class, and `Refusal`, the parts of its sentence.
+"""Errors that a user's input causes: `InputError`, the base class, and `Refusal`, the parts of its sentence.
 
-The command line prints such an error as one sentence and exits with 2; anything else is a defect of ours and keeps
-its traceback. Names and values of a checkpoint or a request are written by others: a control character in one of them
-could clear the terminal, and a long one could bury the sentence. So every error escapes control characters, and
-`short` cuts a value.
+The command line prints such an error as one sentence and exits with 2; any other exception is our defect and keeps its
+traceback. Names and values in a checkpoint or a request are foreign: a control character could clear the terminal, a
+long value could bury the sentence. So every error escapes control characters, and `short` cuts values.
 
 Tests compare `field` (an option, a variable, a field, an argument) and never the English.
 """
@@ -18,13 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST = 200  # characters of one foreign value
-_MOST_OF_A_TEXT = 20_000  # of a whole error: the end of a log may stand in it
+_MOST_OF_A_TEXT = 20_000  # of a whole error, which may contain the end of a log
 _LAYOUT = "\n\t"
-_HARMLESS = {"Zs", "Co", "Cn"}  # not "printable" for Python, and no command to a terminal
+_HARMLESS = {"Zs", "Co", "Cn"}  # not "printable" for Python, but harmless on a terminal
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with control and format characters, line separators and lone surrogates as escapes; `keep` stays."""
+    """Escapes control and format characters, line separators and lone surrogates; `keep` stays."""
     if text.isprintable():
         return text
     return "".join(
@@ -48,17 +47,17 @@ class _Shortened(reprlib.Repr):
     def repr_int(self, number: int, level: int) -> str:
         if abs(number) < 10**self.maxlong:
             return repr(number)
-        return f"a number of {number.bit_length()} bits"  # its digits may be more than Python prints
+        return f"a number of {number.bit_length()} bits"  # Python may refuse to print its digits
 
 
 def short(value: object, most: int = MOST) -> str:
-    """A foreign value as Python writes it, or a text as it stands; at most `most` characters, on one line."""
+    """A foreign value as Python writes it, or a plain text; at most `most` characters, on one line."""
     text = value[: most + 1] if isinstance(value, str) else _Shortened().repr(value)
     return printable(text if len(text) <= most else text[:most] + "…")
 
 
 def quoted(value: object) -> str:
-    """As `short`, with quotation marks around a text."""
+    """Like `short`, with quotation marks around a text."""
     return short(_Shortened().repr(value))
 
 
@@ -93,7 +92,7 @@ class Refusal:
 
     @property
     def advice(self) -> str:
-        """The remedy as a sentence of its own."""
+        """The remedy as a full sentence."""
         return f"{self.remedy[:1].upper()}{self.remedy[1:]}."
 
     def __str__(self) -> str:
@@ -101,15 +100,15 @@ class Refusal:
 
 
 def asked_for(checks: Iterable[tuple[bool, Refusal]]) -> list[Refusal]:
-    """Of checks, each a refusal with whether it holds here: the refusals that do."""
+    """The refusals whose checks hold. checks: pairs of condition and refusal."""
     return [refusal for wrong, refusal in checks if wrong]
 
 
 class InputError(ValueError):
-    """Says what was expected, what was got and what to do. Control characters in it become escapes.
+    """States the expected value, the actual value and the remedy. Control characters in it become escapes.
 
-    said: a sentence, or the Refusal that makes it. field: the option, variable, field or argument that is wrong.
-    refusals: all that the sentence holds, where it is made of them.
+    said: a sentence, or the Refusal that makes it. field: the wrong option, variable, field or argument.
+    refusals: all refusals in the sentence, if it consists of them.
     """
 
     def __init__(self, said: object = "", *, field: str | None = None, refusals: tuple[Refusal, ...] = ()) -> None:
@@ -123,7 +122,7 @@ class InputError(ValueError):
         self.field = field or (refusals[0].option if refusals else None)
 
     def at(self, place: object) -> InputError:
-        """The same error with the place before its sentence, such as a file or "prompt 3"."""
+        """The same error with a place in front, such as a file or "prompt 3"."""
         moved = copy.copy(self)
         moved.args = (printable(f"{place}: {self}", keep=_LAYOUT),)
         return moved

@@ -1,9 +1,8 @@
-"""Files: read bounded where somebody else made them, written whole or not at all, and the folder for our own.
+"""File access: reads of foreign files with limits, atomic writes, and the cache folder.
 
-The small files of a checkpoint must be regular, of bounded size, and JSON without surprises.
-
-A FIFO would block the reader for ever, a device may do anything, a sparse file of 4 GB fills the memory, a number of
-5000 digits and a list in a list in a list stop Python with an exception of its own. Each is refused in words here.
+The small files of a checkpoint must be regular, of limited size, and plain JSON. A FIFO would block the reader for
+ever, a sparse file of 4 GB would fill the memory, a number of 5000 digits or deep nesting stops Python with an
+exception. Each is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from npu_gptoss.errors import InputError, quoted, short
 
 MIB = 1 << 20
-# The bounds of what is read as a whole. The published files of the 120b: 2 KB, 1 KB, 60 KB, 4 KB, 28 MB, 17 KB.
+# Limits of whole files. The published files of the 120b have 2 KB, 1 KB, 60 KB, 4 KB, 28 MB, 17 KB.
 MOST_BYTES = {
     "config.json": 10 * MIB,
     "generation_config.json": 10 * MIB,
@@ -29,8 +28,8 @@ MOST_BYTES = {
     "chat_template.jinja": 10 * MIB,
 }
 MOST_HEADER_BYTES = 20 * MIB  # of a safetensors file; the format allows 100 MB, gpt-oss has 700 tensors of 100 bytes
-MOST_DEPTH = 50  # of lists and objects in each other
-_MOST_DIGITS = 400  # of a whole number; as many have those that a float can hold
+MOST_DEPTH = 50  # of nested lists and objects
+_MOST_DIGITS = 400  # of a whole number, as many as a float can hold
 _AGAIN = "Download it again."
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -42,22 +41,22 @@ _KINDS = (
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be used: names the tensor or file, what was expected, what was got and what to do."""
+    """A checkpoint that cannot be used: names the tensor or file, the expected and actual value, and the remedy."""
 
 
 def reason(error: OSError) -> str:
-    """The system's words for what went wrong, without the path."""
+    """The system's description of the error, without the path."""
     return error.strerror or type(error).__name__
 
 
 def is_there(path: Path, error: type[InputError] = CheckpointError) -> bool:
-    """Whether a regular file has this name. Raises for anything else of the name, and for what cannot be looked at."""
+    """True if a regular file has this name. Raises for anything else of the name, and if it cannot be looked up."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         if path.is_symlink():
             raise error(
-                f"{path}: expected a file, but it is a link to one that is not there. {_AGAIN}", field=path.name
+                f"{path}: expected a file, but it is a link to a file that is not there. {_AGAIN}", field=path.name
             ) from None
         return False
     except OSError as problem:
@@ -72,7 +71,7 @@ def is_there(path: Path, error: type[InputError] = CheckpointError) -> bool:
 
 
 def is_directory(path: Path, error: type[InputError] = CheckpointError) -> bool:
-    """Whether there is a directory of this name that may be read."""
+    """True if this is a readable directory."""
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return False
@@ -88,7 +87,7 @@ def is_directory(path: Path, error: type[InputError] = CheckpointError) -> bool:
 
 
 def read_bytes(path: Path, error: type[InputError] = CheckpointError) -> bytes:
-    """A file of MOST_BYTES as a whole. Raises for what is no regular file, for what cannot be read or is too long."""
+    """A whole file of MOST_BYTES. Raises `error` if it is not regular, not readable or too long."""
     most = MOST_BYTES.get(path.name, 20 * MIB)
     if not is_there(path, error):
         raise error(f"{path}: expected a file, but there is none. {_AGAIN}", field=path.name)
@@ -114,7 +113,7 @@ def read_json(path: Path, error: type[InputError] = CheckpointError) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """JSON in UTF-8. Raises ValueError in words, also for a name that an object has twice."""
+    """Parses JSON in UTF-8. Raises ValueError with a reason, also for a name that an object has twice."""
     try:
         values = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_whole_number)
     except UnicodeDecodeError as error:
@@ -162,9 +161,9 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Writes beside the target and renames, so that a reader sees the whole file or none. Creates the directory.
+    """Writes beside the target and renames, so readers see the whole file or none. Creates the directory.
 
-    Raises OSError, as for a full disk; then nothing is left, and an earlier file is what it was.
+    Raises OSError, for instance on a full disk; then an earlier file is unchanged, and no other is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -1,4 +1,4 @@
-"""What devices have by others' word: bandwidth for the doctor's share and the roofline's floors, memory for what fits.
+"""Nominal bandwidth of devices, for the doctor's share and the roofline's floors, and their memory.
 
 Standard library only.
 """
@@ -24,12 +24,12 @@ MEMORY = {"910B3": 65_452_113_920, "910B4": 31_675_383_808}
 
 
 def memory_bandwidth(name: str) -> int | None:
-    """GB/s of a device by the name that its driver gives; None when it is not in the table."""
+    """GB/s of a device by the name from its driver; None if the table lacks it."""
     fitting = [known for known in BANDWIDTH if name.startswith(known) and not _another(name, known)]
     return BANDWIDTH[max(fitting, key=len)] if fitting else None
 
 
 def _another(name: str, known: str) -> bool:
-    """Whether the digits go on: Ascend910B40 would be no Ascend910B4. The B's own digit is the chip's bin."""
+    """True if the digits go on: Ascend910B40 is not Ascend910B4. The digit after the B is the chip's bin."""
     rest = name[len(known) :]
     return known[-1].isdigit() and rest[:1].isdigit()

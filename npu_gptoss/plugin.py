@@ -1,8 +1,8 @@
-"""The vLLM entry point (`vllm.general_plugins`): registers what gpt-oss needs, and nothing else.
+"""The vLLM entry point (`vllm.general_plugins`), which registers gpt-oss.
 
 vLLM calls `register` in the API server, the engine core, every worker and the subprocess that inspects model classes,
-sometimes more than once in a process. So: importing this module imports only the standard library, and calling
-`register` again changes nothing.
+sometimes twice in a process. So importing this module imports only the standard library, and a second `register`
+changes nothing.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import os
 from npu_gptoss.serving.lines import LINES, Line, installed_vllm, line_of
 
 ARCHITECTURE = "GptOssForCausalLM"
-# Seconds until an idle connection is closed. vLLM's 5 are those of OpenAI's clients too, whose next request then meets
-# a connection that is just being closed; proxies keep theirs for 60.
+# Seconds until an idle connection is closed. vLLM's 5 equal the limit of OpenAI's clients, whose next request can then
+# meet a closing connection; proxies keep connections for 60.
 KEEP_ALIVE = ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
 
-_TOLD = "_GPTOSS_MISSPELT_TOLD"  # in the environment, which the server's other processes inherit
+_TOLD = "_GPTOSS_MISSPELT_TOLD"  # an environment variable, which the server's other processes inherit
 
 # below "vllm", so that vLLM's own handlers and --log-config apply
 logger = logging.getLogger("vllm.npu_gptoss")
 
 
 def version_objection(installed: str | None) -> str | None:
-    """Why this vLLM is outside of the supported window, in words; None when it is inside."""
+    """A sentence if this vLLM is not a supported release; None if it is."""
     if line_of(installed):
         return None
     supported = " or ".join(f"{line.vllm.recommended} ({', '.join(line.devices)})" for line in LINES)
     found = f"vLLM {installed} is installed" if installed else "the installed vLLM carries no version"
     return (
         f"npu-gptoss supports vLLM {supported} (and local builds, such as {LINES[0].vllm.recommended}+empty), but "
-        f"{found}: it steps aside, and gpt-oss runs as this vLLM runs it. Install vLLM {supported} to use it."
+        f"{found}, so vLLM's own gpt-oss model is used. Install vLLM {supported} to use npu-gptoss."
     )
 
 
 def register() -> None:
-    """Registers the model, the MXFP4 checkpoint format and the limits with vLLM, and mends vLLM's defects.
+    """Registers the model, the MXFP4 checkpoint format and the limits with vLLM, and repairs vLLM's defects.
 
-    Under a vLLM outside of the supported window, and with NPU_GPTOSS=0, it registers nothing and says so.
+    Under an unsupported vLLM, or with NPU_GPTOSS=0, it registers nothing and logs that.
     """
     from npu_gptoss import envs
 
@@ -54,7 +54,7 @@ def register() -> None:
     from npu_gptoss.serving import compat, false_alarms
 
     os.environ.setdefault(*KEEP_ALIVE)
-    if os.environ.get(_TOLD) is None:  # once for the server, not in each of its processes
+    if os.environ.get(_TOLD) is None:  # once per server, not once per process
         os.environ[_TOLD] = "1"
         for sentence in envs.unknown(os.environ):
             logger.warning("%s", sentence)
@@ -84,5 +84,5 @@ def _register_model(line: Line) -> None:
     module, _, name = line.model.partition(":")
     known = ModelRegistry.models.get(ARCHITECTURE)
     if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
-        ModelRegistry.models.pop(ARCHITECTURE, None)  # vLLM warns of a name that it has already
-        ModelRegistry.register_model(ARCHITECTURE, line.model)  # by name: the class is imported where it is needed
+        ModelRegistry.models.pop(ARCHITECTURE, None)  # vLLM warns of a registered name
+        ModelRegistry.register_model(ARCHITECTURE, line.model)  # by name: imports the class only where it is needed

@@ -1,4 +1,4 @@
-"""Tables as text: Markdown for pages and files."""
+"""Markdown tables for pages and files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table. Raises ValueError for a row that has not as many cells as the head."""
+    """The lines of a table. Raises ValueError for a row with more or fewer cells than the head."""
     lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
     for row in rows:
         if len(row) != len(head):

@@ -1,7 +1,7 @@
-"""tokenizer.json with the library `tokenizers`, whatever is in the file.
+"""Loads tokenizer.json with the library `tokenizers`, and turns its failures into errors.
 
-The library raises bare `Exception` for most of what is wrong with a file. Where its Rust code panics, a `BaseException`
-comes that no `except Exception` sees, after lines on standard error that no user can read.
+The library raises bare `Exception` for most bad files. A panic of its Rust code raises a `BaseException`, which
+`except Exception` misses, after cryptic lines on standard error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from npu_gptoss.files import MOST_BYTES, is_there
 
 FILE_NAME = "tokenizer.json"
 _AGAIN = "Get it from the original checkpoint."
-# Long runs: a pattern that tries every way to split them gives up with a panic
+# Long runs: a pattern that tries every split of them panics
 _SAMPLE = "What is 3 + 4?\n\tNaïve café, 你好 <|start|>" + "".join(64 * c + "!" for c in "aA1 \n-")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a file, once it has turned a short text into tokens and back. Raises InputError."""
+    """The tokenizer of a file, tested on a short text in both directions. Raises InputError."""
     if not is_there(path, InputError):
         raise InputError(f"{path}: expected a tokenizer, but there is none. {_AGAIN}", field=FILE_NAME)
     if path.stat().st_size > MOST_BYTES[FILE_NAME]:
@@ -38,13 +38,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def try_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuses a tokenizer that fails at a short text."""
+    """Raises InputError if the tokenizer fails on a short text."""
     with panics_told(f"{path} is a tokenizer that cannot turn a text into tokens and back"):
         tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False).ids)
 
 
 def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuses a tokenizer with ids that the model has no row for."""
+    """Raises InputError if the tokenizer has ids without a row in the model."""
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
         raise InputError(
@@ -56,7 +56,7 @@ def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 @contextmanager
 def panics_told(what: str, remedy: str = _AGAIN) -> Iterator[None]:
-    """Turns whatever the library raises into an InputError, and keeps its panics from the terminal."""
+    """Turns any exception of the library into an InputError, and hides its panics from the terminal."""
     try:
         with _standard_error_unused():
             yield
@@ -68,7 +68,7 @@ def panics_told(what: str, remedy: str = _AGAIN) -> Iterator[None]:
 
 @contextmanager
 def _standard_error_unused() -> Iterator[None]:
-    """A panic writes to the descriptor, not to sys.stderr."""
+    """Redirects the file descriptor, because a panic does not write to sys.stderr."""
     sys.stderr.flush()
     try:
         kept = os.dup(2)

@@ -1,7 +1,7 @@
-"""A `torch_npu` made of the emulator's operators, for tests of the Ascend kernels beside the ordinary torch.
+"""A `torch_npu` made of the emulator's operators, to test the Ascend kernels with ordinary torch.
 
-It has no device and no dispatcher: every CPU tensor counts as one on the device, and the names that the installed
-wheel would carry call the contract-checked operators of `ascend_emulator.ops`.
+It has no device and no dispatcher: every CPU tensor counts as a device tensor, and torch_npu's names call the
+contract-checked operators of `ascend_emulator.ops`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SINCE_8_5 = ("npu_clipped_swiglu",)
 
 
 class Packet:
-    """An operator with its overloads as attributes; counts its calls in the shared list."""
+    """An operator with its overloads as attributes; records its calls in the shared list."""
 
     def __init__(self, name: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
         self._name, self._calls = name, calls
@@ -54,7 +54,7 @@ def ascend(
 ) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     """Selects and runs kernels as on a 910B with this CANN; yields the list of operator calls (name, keywords).
 
-    later_wheel: torch-npu 2.7.1.post2 or later, whatever CANN is. cann_says: CANN's own word for its version.
+    later_wheel: torch-npu 2.7.1.post2 or later, for any CANN. cann_says: CANN's own version text.
     """
     calls: list[tuple[str, dict[str, Any]]] = []
     module = ModuleType("torch_npu")

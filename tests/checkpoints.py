@@ -1,6 +1,6 @@
-"""Random checkpoints in the official layout, small enough that a test writes one in a moment.
+"""Small random checkpoints in the official layout, written in a moment.
 
-`mxfp4=True` and `mxfp4=False` with the same seed are the same function in the two layouts, so every reader must compute
+`mxfp4=True` and `mxfp4=False` with the same seed hold the same values in the two layouts, so every reader must compute
 the same bits from both.
 """
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     import pytest
 
 SIZES = {"vocab_size": 512, "layers": 4, "hidden": 96, "intermediate": 64, "heads": 8, "kv_heads": 2, "experts": 8}
-# large enough that each tensor moves the logits, small enough that comparisons in fp32 stay sharp
+# large enough that each tensor changes the logits, small enough for sharp comparisons in fp32
 DEVIATIONS = random_weights.Deviations(sinks=1.0, sinks_mean=2.0, bias=0.1, gate_up=3.0, gate_up_bias=0.1, down=0.3)
 
 
 def random_config(**sizes: object) -> GptOssConfig:
-    """SIZES, and what else `published_config` takes."""
+    """SIZES, and other arguments of `published_config`."""
     return published_config(**SIZES | sizes)
 
 
@@ -41,7 +41,7 @@ def write_random_checkpoint(directory: Path, *, seed: int = 0, **sizes: object) 
 
 
 def new_checkpoint(tmp_path_factory: pytest.TempPathFactory, **sizes: object) -> Path:
-    """The same in a folder of its own, for fixtures that several tests share."""
+    """Writes the checkpoint into a new folder, for fixtures that several tests share."""
     path = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(path, **sizes)
     return path

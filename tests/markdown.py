@@ -1,4 +1,4 @@
-"""Reads the pages as a user does: blocks of code, commands, names between backticks."""
+"""Reads pages like a user: blocks of code, commands, names between backticks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FENCED = re.compile(r"^[ ]*```(?P<language>\S*)\n(?P<body>.*?)^[ ]*```[ ]*$", re
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `line` is that of its first inner line."""
+    """A fenced block; `line` is the number of its first inner line."""
 
     language: str
     line: int
@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a block of `sh`, with the lines that a backslash appends. `page`: path in the repository."""
+    """A command in a block of `sh`, with the lines that a backslash appends. `page`: path in the repository."""
 
     page: str
     line: int
@@ -55,7 +55,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 
 def unseen(block: str, printed: str) -> list[str]:
-    """The lines of a page's block that were not printed; "…" stands for any text, and a line "…" for any lines."""
+    """Lines of a page's block that were not printed; "…" stands for any text, a line "…" for any lines."""
     said = [" ".join(line.split()) for line in printed.splitlines()]
 
     def like(line: str) -> re.Pattern[str]:
@@ -68,7 +68,7 @@ def commands(page: Path) -> list[Command]:
     found = []
     for block in blocks(page):
         if block.language == "sh":
-            joined = block.text.replace("\\\n", "\0").splitlines()  # a command of several lines is one
+            joined = block.text.replace("\\\n", "\0").splitlines()  # joins a command of several lines
             line = block.line
             for text in joined:
                 if text.strip() and not text.startswith("#"):
@@ -78,7 +78,7 @@ def commands(page: Path) -> list[Command]:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands between backticks in sentences and tables."""
+    """Texts between backticks in sentences and tables."""
     prose = FENCED.sub("", page.read_text(encoding="utf-8"))
     return [" ".join(span.split()).replace("\\|", "|") for span in re.findall(r"`((?:[^`\n]|\n(?!\s*\n))+)`", prose)]
 

@@ -1,6 +1,6 @@
-"""Two greedy answers to one prompt that part: was it at a near-tie?
+"""Checks if two greedy answers to a prompt differ only because of a near-tie.
 
-On a GPU a row that is computed among others has its sums in another order, and bfloat16 rounds them; docs/numerics.md.
+On a GPU the other rows of a batch change the order of a row's sums, and bfloat16 rounds them; docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from collections.abc import Iterable, Sequence
 
 from npu_gptoss.engine import Engine
 
-NEAR = 0.7  # of log-probability in fp32: right ones lost up to 0.65; a token of a wrong computation loses about 3
+NEAR = 0.7  # of log-probability in fp32: right tokens lost up to 0.65; a token of a wrong computation loses about 3
 AT_ONCE = 8  # answers whose logits are held, most of a megabyte a token
 
 Tokens = Sequence[int]
 
 
 def parting(ours: Tokens, theirs: Tokens) -> int | None:
-    """The place of the first token that the other answer contradicts; None: they are equal, or one is cut off."""
+    """The index of the first token that differs; None if the answers are equal or either is cut off."""
     return next((place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
 
 
 def regrets(exact: Engine, answers: Iterable[tuple[Tokens, Tokens, Tokens]]) -> list[float | None]:
-    """answers: prompt, one answer, another. By how much `exact`, in fp32, prefers the better of the two tokens with
-    which they part, in log-probability; None where they do not. What several have in common is computed once."""
-    # what they have in common, and the two tokens behind it
+    """answers: prompt, answer, other answer. By how much `exact`, in fp32, prefers the better of the first two tokens
+    that differ, in log-probability; None if none differ. Common prefixes are computed once."""
+    # their common prefix, and the two tokens behind it
     parted: list[tuple[tuple[int, ...], int, int] | None] = []
     for prompt, ours, theirs in answers:
         place = parting(ours, theirs)
@@ -32,7 +32,7 @@ def regrets(exact: Engine, answers: Iterable[tuple[Tokens, Tokens, Tokens]]) -> 
     for common, one, other in filter(None, parted):
         wanted.setdefault(common, set()).update((one, other))
     found: dict[tuple[tuple[int, ...], int], float] = {}
-    chains: list[list[tuple[int, ...]]] = []  # the first of each begins with all others
+    chains: list[list[tuple[int, ...]]] = []  # in each, the first begins with all others
     for common in sorted(wanted, reverse=True):
         if chains and chains[-1][0][: len(common)] == common:
             chains[-1].append(common)
@@ -51,5 +51,5 @@ def regrets(exact: Engine, answers: Iterable[tuple[Tokens, Tokens, Tokens]]) -> 
 def regrets_where_they_part(
     exact: Engine, prompts: Sequence[Tokens], ours: Sequence[Tokens], theirs: Sequence[Tokens]
 ) -> list[float]:
-    """Of those of several answers that part."""
+    """The regrets of the answers that differ."""
     return [one for one in regrets(exact, zip(prompts, ours, theirs, strict=True)) if one is not None]

@@ -1,4 +1,4 @@
-"""transformers' own gpt-oss (eager attention) as the oracle for whole models; tests that use it skip without it."""
+"""transformers' own gpt-oss (eager attention) as the oracle for whole models; tests skip without transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every refusal that needs no vLLM: of a stack of packages and of a config.json."""
+"""Every refusal that needs no vLLM, of package stacks and of config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.model.test_config import changed
 
 
 def of_config() -> list[Refusal]:
-    """A refusal by each rule of config.json, of a missing field, of contradictions and of unknown fields."""
+    """A refusal by each rule of config.json, and of missing, contradictory and unknown fields."""
     found = []
     for name, rule in RULES.items():
         for value in (MISSING, {"a": 1}):

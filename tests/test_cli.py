@@ -35,7 +35,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("npu-gptoss 0.")
 
 
-def test_a_reader_that_has_seen_enough_gets_no_traceback():
+def test_a_closed_pipe_gives_no_traceback():
     script = "import sys; sys.stdin.readline(); from npu_gptoss.cli import main; sys.exit(main([]))"
     command = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -47,7 +47,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     assert command.wait() == 0
 
 
-def test_a_command_that_is_stopped_with_ctrl_c_says_so_without_a_traceback(monkeypatch, capsys):
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     def run(arguments):
         raise KeyboardInterrupt
 
@@ -68,7 +68,7 @@ def test_without_openai_harmony_a_chat_command_ends_with_a_sentence(
 
 
 def test_a_torch_npu_without_its_driver_ends_a_command_with_a_sentence(tmp_path):
-    """As `kernels explain` in the 910B's image on a machine without one: torch loads such a package by itself."""
+    """In the 910B's image without a card, torch loads torch_npu by itself, for instance in `kernels explain`."""
     (tmp_path / "broken.py").write_text("raise ImportError('libascend_hal.so: cannot open shared object file')")
     (tmp_path / "broken-1.0.dist-info").mkdir()
     (tmp_path / "broken-1.0.dist-info/METADATA").write_text("Name: broken\nVersion: 1.0\n")

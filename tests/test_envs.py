@@ -30,7 +30,7 @@ def test_every_variable_of_the_table_is_read_somewhere():
     [(text, True) for text in ("1", "true", "yes", "on", "True", " ON ")]
     + [(text, False) for text in ("0", "false", "no", "off", "False", " Off ", "")],
 )
-def test_switches_are_spelled_as_people_spell_them(monkeypatch, text, means):
+def test_switches_take_usual_spellings(monkeypatch, text, means):
     monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", text)
     assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is means
 
@@ -43,8 +43,8 @@ def test_what_is_on_by_default_is_the_package_and_what_the_card_decides(monkeypa
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "9999999999"])
-def test_a_bound_is_a_positive_whole_number(monkeypatch, text):
-    """None of them could serve anybody."""
+def test_a_limit_is_a_positive_whole_number(monkeypatch, text):
+    """Each of these limits would stop all requests."""
     monkeypatch.setenv("NPU_GPTOSS_MAX_N", text)
     with refused("NPU_GPTOSS_MAX_N"):
         envs.get("NPU_GPTOSS_MAX_N")
@@ -72,7 +72,7 @@ def test_names_are_split_at_commas(monkeypatch):
         ("NPU_GPTOSS_\x1b[2J", "is no variable"),
     ],
 )
-def test_a_variable_that_nothing_reads_is_told(name, words):
+def test_an_unread_variable_is_reported(name, words):
     (sentence,) = envs.unknown({name: "1", "HOME": "/"})
     assert words in sentence
     assert sentence.isprintable()
@@ -87,7 +87,7 @@ def test_no_variable_of_ours_counts_as_misspelt():
     assert envs.unknown(dict.fromkeys({*envs.VARIABLES, *ours}, "1")) == []
 
 
-def test_a_misspelt_variable_is_told_by_the_commands(monkeypatch, capsys):
+def test_commands_report_a_misspelt_variable(monkeypatch, capsys):
     monkeypatch.setenv("NPU_GPTOSS_TYPO", "1")
     cli.main(["kernels", "list"])
     assert "NPU_GPTOSS_TYPO is no variable" in capsys.readouterr().err

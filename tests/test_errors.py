@@ -1,4 +1,4 @@
-"""Foreign text in an error: no control character reaches a terminal, and no value buries the sentence."""
+"""Foreign text in errors: control characters do not reach a terminal, and long values do not bury the sentence."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from npu_gptoss.errors import MOST, InputError, printable, quoted, short
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "\x07", "a\0b", "\x9b2J", "\u202e", "\u2028", "\ud800", "\x7f", "\r"])
-def test_what_a_terminal_obeys_is_escaped(text: str) -> None:
+def test_terminal_control_characters_are_escaped(text: str) -> None:
     for shown in (printable(text), short(text), quoted(text), str(InputError(f"a name {text}"))):
         assert shown.isprintable()
         shown.encode()
 
 
-def test_what_a_reader_reads_stays() -> None:
+def test_readable_text_stays() -> None:
     for text in ("naïve café", "你好\u3000", "a\xa0b", "plain"):
         assert printable(text) == text
     assert str(InputError("first line\n\tsecond")) == "first line\n\tsecond"
@@ -30,11 +30,11 @@ def test_a_long_value_is_cut(value: object) -> None:
     assert len(quoted(value)) <= MOST + 1
 
 
-def test_a_value_that_python_cannot_print_is_said() -> None:
+def test_a_value_that_python_cannot_print_is_described() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
     assert len(quoted(deep)) < MOST
     assert "bits" in quoted(10**5000)
-    while deep:  # or freeing it would exhaust the stack
+    while deep:  # freeing it at once would exhaust the stack
         deep = deep.pop()

@@ -1,4 +1,4 @@
-"""Files that others made: what is no file, too long, too deep or too often repeated is a sentence, and soon."""
+"""Foreign files: irregular, long, deep or repetitive content is refused quickly and with a sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "fifo": (os.mkfifo, "a FIFO"),
     "directory": (_directory, "a directory"),
     "device": (lambda p: p.symlink_to("/dev/zero"), "a device"),
-    "dangling": (lambda p: p.symlink_to("nowhere"), "a link to one that is not there"),
+    "dangling": (lambda p: p.symlink_to("nowhere"), "a link to a file that is not there"),
     "circle": (lambda p: p.symlink_to(p.name), "symbolic links"),
     "long": (lambda p: p.symlink_to("x" * 300), "too long"),
     "sparse": (lambda p: (p.touch(), os.truncate(p, 4 << 30)), "at most 10 MiB"),
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_small_file_is_refused_in_words(tmp_path: Path, kind: str) -> None:
+def test_files_that_are_not_small_and_regular_are_refused(tmp_path: Path, kind: str) -> None:
     make, words = KINDS[kind]
     path = tmp_path / "config.json"
     make(path)
@@ -41,7 +41,7 @@ def test_what_is_no_small_file_is_refused_in_words(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_what_may_not_be_read_is_refused_in_words(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
     path.chmod(0)
@@ -55,7 +55,7 @@ def test_what_may_not_be_read_is_refused_in_words(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_a_path_that_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
+def test_an_impossible_path_is_refused(tmp_path: Path) -> None:
     for check in (is_there, is_directory):
         with pytest.raises(CheckpointError, match="too long") as caught:
             check(tmp_path / ("x" * 5000))
@@ -76,14 +76,14 @@ REPEATED = b"{" + b",".join(b'"k%d":{}' % (i % 99_999) for i in range(100_000)) 
         (b'{"a": "\xff"}', "no UTF-8"),
     ],
 )
-def test_json_that_python_stumbles_over_is_refused_in_words(content: bytes, words: str) -> None:
+def test_json_that_breaks_python_is_refused(content: bytes, words: str) -> None:
     began = time.process_time()
     with pytest.raises(ValueError, match=words):
         parse_json(content)
     assert time.process_time() - began < 3  # the first took half a minute when each name was counted
 
 
-def test_a_file_of_another_class_is_an_error_of_that_class(tmp_path: Path) -> None:
+def test_the_error_has_the_requested_class(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is none"):
         read_json(tmp_path / "config.json", InputError)
 

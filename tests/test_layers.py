@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend", "verify"},
     "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
     "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny", "verify"},
-    "emulate": BASE,  # and ascend_emulator, a distribution of its own
+    "emulate": BASE,  # and ascend_emulator, a separate distribution
     "cann": set(),
     "errors": set(),
     "envs": {"errors"},
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 
 
 def imported_names(path: Path) -> set[str]:
-    """Everything that a file imports, inside functions too: `from a import b` gives a and a.b."""
+    """All imports of a file, also inside functions: `from a import b` gives a and a.b."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -58,13 +58,13 @@ def imported_names(path: Path) -> set[str]:
 
 
 def imported_parts(path: Path) -> set[str]:
-    """The parts of npu_gptoss among them; "" stands for the package itself."""
+    """The imported parts of npu_gptoss; "" stands for the package itself."""
     parts = {p.stem for p in PACKAGE.iterdir()} | {""}
     return {(name + ".").split(".")[1] for name in imported_names(path) if name.split(".")[0] == "npu_gptoss"} & parts
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_module_imports_what_stands_above_it(path):
+def test_no_module_imports_a_higher_tier(path):
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     if part == "__init__":
         assert imported_parts(path) == set()
@@ -75,7 +75,7 @@ def test_no_module_imports_what_stands_above_it(path):
 
 
 def test_start_check_loads_no_model_and_no_engine_of_verify():
-    """A server's start takes the short self-tests; the checks of `npu-gptoss verify` would bring the engine along."""
+    """A server's start runs the short self-tests; the checks of `npu-gptoss verify` would import the engine."""
     heavy = {"model", "engine", "serving", "tiny"}
     light = ["cases", "compare", "depth", "tolerances"]
     light += [f"self_test/{name}" for name in ("attention", "dense", "experts", "record")]
@@ -101,8 +101,8 @@ def test_front_end_loads_no_engine_and_no_client_of_its_apis():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_product_and_emulator_are_two_distributions_that_know_nothing_of_each_other():
-    """But for `npu-gptoss emulate` and `verify --compile`, which call the other's modules where it is installed."""
+def test_product_and_emulator_do_not_import_each_other():
+    """Except `npu-gptoss emulate` and `verify --compile`, which call the emulator if it is installed."""
     root = PACKAGE.parent
     found = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     assert {name.split(".")[0] for name in find_packages(str(root), **found)} == {"npu_gptoss"}
@@ -112,6 +112,6 @@ def test_product_and_emulator_are_two_distributions_that_know_nothing_of_each_ot
     assert theirs == []
 
 
-def test_importing_the_package_and_its_plugin_imports_neither_torch_nor_vllm():
+def test_importing_the_package_and_plugin_imports_no_torch_and_no_vllm():
     code = "import sys, npu_gptoss.plugin, npu_gptoss.cli; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

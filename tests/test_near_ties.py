@@ -1,4 +1,4 @@
-"""Regrets of many answers are those of each by itself."""
+"""Regrets of many answers equal the regrets of single answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.near_ties import parting, regrets
 
 
 class Exact:
-    """In the place of the engine: logits that depend on all tokens before, by their sum."""
+    """Replaces the engine: logits depend on the sum of all tokens before."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -44,7 +44,7 @@ def test_answers_that_part_at_several_places_each_have_their_own_regret() -> Non
     assert math.isclose(together[1], abs(one - other), abs_tol=1e-5)
 
 
-def test_what_answers_have_in_common_is_computed_once() -> None:
+def test_common_prefixes_are_computed_once() -> None:
     exact = Exact()
     regrets(exact, ANSWERS[:3] * 50)
     assert exact.rows == len(ALONE)

@@ -23,5 +23,5 @@ from npu_gptoss.nominal import memory_bandwidth
         ("Ascend910_9391", None),
     ],
 )
-def test_the_nominal_bandwidth_is_that_of_the_very_chip(name: str, speed: int | None) -> None:
+def test_the_bandwidth_belongs_to_the_exact_chip(name: str, speed: int | None) -> None:
     assert memory_bandwidth(name) == speed

@@ -1,4 +1,4 @@
-"""Bars are for people at a terminal: nowhere else a byte of them, and no tensor kept for their sake."""
+"""Progress bars appear at a terminal only, and keep no tensor alive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 
 def seen(work: Callable[[], object]) -> str:
-    """What a terminal shows of some work. The same work must say nothing where there is none."""
+    """A terminal's output of some work. Without a terminal, the same work must print nothing."""
     with redirect_stderr(io.StringIO()) as file:
         work()
     assert file.getvalue() == ""
@@ -91,7 +91,7 @@ def test_counting_keeps_no_item_alive_while_the_next_is_made() -> None:
     assert len(alive) == 3
 
 
-def test_writing_loading_and_making_weights_show_how_far_they_are(tmp_path: Path) -> None:
+def test_writing_loading_and_making_weights_show_a_bar(tmp_path: Path) -> None:
     config = random_config(layers=2)
     count = f"/{len(expected_tensors(config))} ["
 

@@ -1,6 +1,6 @@
-"""What must never be in the tree: places of a developer's machine, hosts of package registries, binaries.
+"""Texts and files that must not be in the tree: paths of a developer's machine, hosts of package registries, binaries.
 
-The names are put together here, so that this file does not contain them itself.
+The patterns are assembled here, so that this file does not match them itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS, WEIGHTS_LIMIT = "npu_gptoss/assets/", 3_000_000
 TEXT_LIMIT = 400_000
 REGISTRIES = (("py" + "pi", "org"), ("python" + "hosted", "org"), ("npm" + "js", "org"), ("deb" + "ian", "org"))
-# folders that exist everywhere: a path below them tells nothing about one machine
+# folders that exist everywhere: a path below them identifies no machine
 COMMON_FOLDERS = {
     Path("/"),
     Path("/home"),
@@ -40,7 +40,7 @@ def tracked_files() -> list[Path]:
 
 
 def machine_paths() -> set[str]:
-    """This checkout, its parent, the home folder and the interpreter's environment, unless they are everybody's."""
+    """This checkout, its parent, the home folder and the interpreter's environment, unless they exist everywhere."""
     folders = {ROOT, ROOT.parent, Path.home(), Path(sys.prefix)}
     return {str(folder) for folder in folders - COMMON_FOLDERS - {Path(tempfile.gettempdir()), Path("/usr/local")}}
 
@@ -85,8 +85,8 @@ def test_no_binary_and_no_large_file_is_in_the_tree() -> None:
     assert bad == []
 
 
-def test_what_is_made_here_is_not_spell_checked() -> None:
-    """`make docs` leaves a site behind, with other people's compressed scripts: `make check` would fail on them."""
+def test_build_outputs_are_not_spell_checked() -> None:
+    """`make docs` writes a site with other people's compressed scripts, on which `make check` would fail."""
     ignored = re.findall(r"^([a-z]+)/$", (ROOT / ".gitignore").read_text(), re.M)
     skipped = re.search(r'^skip = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1].split(",")
     assert "site" in ignored

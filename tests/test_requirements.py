@@ -1,4 +1,4 @@
-"""The files in requirements/: they agree with each other, with pyproject.toml, and with what vLLM asks for."""
+"""The files in requirements/ agree with each other, with pyproject.toml, and with vLLM's requirements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_lock_is_allowed_by_the_loose_requirements() -> None:
     assert wrong == []
 
 
-def test_the_tools_are_those_of_pyproject() -> None:
+def test_the_tools_equal_pyproject() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     wanted = [
         Requirement(item) for item in re.findall(r'"([^"]+)"', re.search(r"^dev = \[(.*?)\]$", text, re.M | re.S)[1])
@@ -44,7 +44,7 @@ def test_the_tools_are_those_of_pyproject() -> None:
     assert [str(r) for r in wanted if not r.specifier.contains(TOOLS.get(canonical(r.name), "0"))] == []
 
 
-def test_the_extra_for_a_card_is_of_the_stack_that_the_image_has() -> None:
+def test_the_extra_for_a_card_equals_the_images_stack() -> None:
     extra = re.search(r"^ascend = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M)[1]
     image = read_pins(ROOT / "requirements/910b-8.3.txt")
     wanted = [Requirement(item) for item in re.findall(r'"([^"]+)"', extra)]
@@ -52,8 +52,8 @@ def test_the_extra_for_a_card_is_of_the_stack_that_the_image_has() -> None:
     assert [str(r) for r in wanted if not r.specifier.contains(image[r.name])] == []
 
 
-def test_pip_install_beside_vllm_0_33_overwrites_nothing_of_it() -> None:
-    """It brings openai_harmony as oss-harmony; openai-harmony has files of the same names, of an older release."""
+def test_pip_install_into_vllm_0_33_overwrites_none_of_its_files() -> None:
+    """vLLM 0.33 has openai_harmony from oss-harmony; openai-harmony would overwrite it with an older release."""
     project = (ROOT / "pyproject.toml").read_text()
     asked = re.search(r"^dependencies = \[(.*?)^\]$", project, re.M | re.S)[1]
     wanted = [Requirement(item) for item in re.findall(r'"([^"]+)"', asked)]
@@ -63,8 +63,8 @@ def test_pip_install_beside_vllm_0_33_overwrites_nothing_of_it() -> None:
 
 
 @pytest.mark.serving
-def test_nothing_that_vllm_asks_for_is_missing_from_the_lock() -> None:
-    """The set-up installs the lock without a resolver, so an incomplete lock would fail only when it is imported."""
+def test_the_lock_holds_all_requirements_of_vllm() -> None:
+    """The set-up installs the lock without a resolver, so a missing package would fail only at import."""
     if find_spec("vllm") is None:  # importing it would take seconds
         pytest.skip("vLLM is not installed")
     missing, seen, todo = [], set(), [("vllm", ""), ("npu-gptoss", ""), ("torch", "")]

@@ -1,6 +1,6 @@
-"""How far a result may be from the fp32 reference. `|got - want| <= atol + rtol * |want|`; NaN and Inf always fail.
+"""Comparison with the fp32 reference: `|got - want| <= atol + rtol * |want|`; NaN and Inf always fail.
 
-The numbers and their reasons are `npu_gptoss/verify/tolerances.py`'s; a test that needs more says why where it asks.
+The numbers and their reasons are in `npu_gptoss/verify/tolerances.py`; a test with a wider tolerance gives a reason.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from npu_gptoss.verify.tolerances import TOLERANCES
 def assert_close(
     got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, *, scale: float = 1.0, atol: float = 0.0
 ) -> None:
-    """Compares in fp32. `dtype` picks the tolerance (default: that of `got`).
+    """Compares in fp32. `dtype` picks the tolerance (default: `got`'s).
 
-    scale widens both terms, atol raises the absolute one: each only for a reason written at the call.
+    scale widens both terms, atol raises the absolute one; each needs a reason at the call.
     """
     absolute, rtol = TOLERANCES[dtype or got.dtype]
     got, want = got.float(), want.float()

@@ -1,4 +1,4 @@
-"""Whether Triton kernels can be called here: on a GPU, or in Triton's interpreter on a CPU."""
+"""Skip marks for Triton kernels, which run on a GPU, or in Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 

@@ -121,7 +121,9 @@ def test_under_another_vllm_one_sentence_is_all_that_happens() -> None:
         assert not {"vllm", "torch", "npu_gptoss.serving.compat"} & set(sys.modules)
     """)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.strip().endswith("Install vLLM 0.11.0 (cpu, npu) or 0.23.0 (npu) or 0.33.0 (cuda) to use it.")
+    assert result.stderr.strip().endswith(
+        "Install vLLM 0.11.0 (cpu, npu) or 0.23.0 (npu) or 0.33.0 (cuda) to use npu-gptoss."
+    )
     assert "vLLM 0.12.0 is installed" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
