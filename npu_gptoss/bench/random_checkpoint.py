@@ -9,7 +9,7 @@ for token ids.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,18 +48,12 @@ def model_name(config: GptOssConfig) -> str:
     return f"{config.num_hidden_layers}x{config.hidden_size}x{config.num_local_experts}e"
 
 
-def random_tensors(
-    config: GptOssConfig, seed: int, device: torch.device, deviations: Mapping[str, float] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of the config's layout, one by one, in the order of the official names.
-
-    deviations: by the end of a name, where they are not the published initializer's.
-    """
+def random_tensors(config: GptOssConfig, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of the config's layout, one by one, in the order of the official names."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    known = {**(deviations or {}), "embed_tokens.weight": 1.0, "sinks": 1.0, "": STD}
     for name, spec in expected_tensors(config).items():
         stem = name.removesuffix("_blocks")
-        std = next(value for end, value in known.items() if stem.endswith(end))
+        std = 1.0 if name.endswith(("embed_tokens.weight", "sinks")) else STD
         if name.endswith("norm.weight"):
             yield name, torch.ones(spec.shape, device=device, dtype=torch.bfloat16)
         elif stem != name:
@@ -70,11 +64,6 @@ def random_tensors(
         elif not name.endswith("_scales"):
             drawn = torch.empty(spec.shape, device=device, dtype=torch.bfloat16)
             yield name, drawn.normal_(0.0, std, generator=generator)
-
-
-def write_random_checkpoint(directory: Path, config: GptOssConfig, *, seed: int, device: torch.device) -> None:
-    """Writes weights and config.json, whole or not at all; refuses a directory that holds weights already."""
-    write_checkpoint(directory, config, random_tensors(config, seed, device))
 
 
 # -- `bench checkpoint`
@@ -90,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = full_config(args.size, mxfp4=args.weights == "mxfp4")
-    write_random_checkpoint(args.directory, config, seed=args.seed, device=resolve_device(args.device))
+    tensors = random_tensors(config, args.seed, resolve_device(args.device))
+    write_checkpoint(args.directory, config, tensors)  # whole or not at all; never over weights
     size = sum(path.stat().st_size for path in args.directory.iterdir()) / 1e9
     print(f"{args.directory}: {args.size} {args.weights}, random, {size:.1f} GB")
     return 0
