@@ -79,8 +79,7 @@ def _capturing() -> bool:
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors inside."""
     found: list[torch.Tensor] = []
-    for part in value.values() if isinstance(value, Mapping) else (value,):
-        changed(part, lambda tensor: found.append(tensor) or tensor)
+    changed(value, lambda tensor: found.append(tensor) or tensor)
     return found
 
 
@@ -93,6 +92,8 @@ def changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return dataclasses.replace(
             value, **{n: {} if isinstance(v, dict) else changed(v, change) for n, v in fields.items()}
         )
+    if isinstance(value, Mapping):
+        return {name: changed(v, change) for name, v in value.items()}
     return tuple(changed(part, change) for part in value) if isinstance(value, tuple) else value
 
 

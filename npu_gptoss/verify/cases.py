@@ -18,34 +18,21 @@ from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
 from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import platform_override
+from npu_gptoss.kernels.dumping import changed
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, mxfp4, quantize_fp8
 from npu_gptoss.moe.activation import LIMIT
 
 Inputs = Mapping[str, Any]
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Every tensor inside, dataclasses included, changed; plans that a kernel cached in metadata are forgotten."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return dataclasses.replace(
-            value, **{n: {} if isinstance(v, dict) else mapped(v, change) for n, v in fields.items()}
-        )
-    if isinstance(value, Mapping):
-        return {name: mapped(v, change) for name, v in value.items()}
-    return value
-
-
 def widened(inputs: Any) -> Any:
     """A copy with bfloat16 tensors as float32, the input of the definition."""
-    return mapped(inputs, lambda t: t.float() if t.dtype == torch.bfloat16 else t.clone())
+    return changed(inputs, lambda t: t.float() if t.dtype == torch.bfloat16 else t.clone())
 
 
 def on(inputs: Any, device: torch.device) -> Any:
     """A copy on the device; a kernel that writes in place does not reach the original."""
-    return mapped(inputs, lambda t: t.clone() if device.type == "cpu" else t.to(device))
+    return changed(inputs, lambda t: t.clone() if device.type == "cpu" else t.to(device))
 
 
 def poison(device: torch.device) -> None:
@@ -100,7 +87,7 @@ class Step:
     sinks: torch.Tensor
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> Step:
-        there = mapped(self, lambda t: t.to(device, dtype if t.is_floating_point() else None))
+        there = changed(self, lambda t: t.to(device, dtype if t.is_floating_point() else None))
         return dataclasses.replace(there, sinks=with_slack(there.sinks))
 
     def inputs(self, sliding_window: int | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from npu_gptoss.verify.tolerances import Tolerance
+from npu_gptoss.verify.tolerances import ROWS, Tolerance
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -178,3 +178,17 @@ def checked(
         lines = (f"{type(failure).__name__}: {first} ({place})", *more[:ERROR_LINES])
         return replace(result, state=FAILED, error=inf, lines=lines), {}
     return result, got
+
+
+def rows_checked(
+    call: str,
+    run: Callable[[], Outputs],
+    want: Outputs,
+    limit: Tolerance = ROWS,
+    *,
+    repeats: int = 1,
+    suspect: str = "",
+) -> tuple[Result, Outputs]:
+    """`checked` with one tolerance for all outputs, as the self-tests have it."""
+    limits = dict.fromkeys(want, limit)
+    return checked(call, run, lambda got: compare(got, want, limits), repeats=repeats, suspect=suspect)

@@ -33,6 +33,7 @@ PACKED = "moe.expand"
 EXPAND, COMPRESS, TABLES, ROTATE = "mxfp4.expand", "mxfp4.compress", "rope.tables", "rope.rotate"
 STREAM = (QKV, ROUTER, ADD_NORM)  # operations that add to the residual stream and norm it
 BIASED = (QKV, OUTPUT, ROUTER)
+SEES_ALL = 1 << 30  # keys of a window
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,6 @@ def _tail_kept(inputs: Inputs, right: Outputs) -> Outputs | None:
     return None if out.shape[0] == tokens else {"out": out}
 
 
-def _window(name: str, shows: Callable[[int | None], bool], change: Callable[[int | None], int | None]) -> Mutation:
-    """Another window, for calls that show it. None is a window too, so this is no `of_inputs`."""
-
-    def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
-        window = inputs["sliding_window"]
-        return definition({**inputs, "sliding_window": change(window)}) if shows(window) else None
-
-    return Mutation(name, (PAGED,), answer)
-
-
 def _heads_in_turn(inputs: Inputs, definition: Definition) -> Outputs | None:
     """Query head h reads key head h % kv_heads instead of h // group."""
     heads, kv_heads = inputs["query"].shape[1], inputs["key_cache"].shape[2]
@@ -152,10 +143,14 @@ ATTENTION = (
     of_each("sink of head 0 for all", PAGED, sinks=lambda t: t[:1].expand_as(t)),
     of_each("sinks in reverse order", PAGED, sinks=lambda t: t.flip(0)),
     of_inputs("sinks scaled like scores", PAGED, sinks=lambda i: i["sinks"].float() * i["scale"]),
-    _window("window 127 for 128", lambda window: (window or 0) > 1, lambda window: window - 1),
-    _window("window 129 for 128", lambda window: (window or 0) > 1, lambda window: window + 1),
-    _window("window ignored", bool, lambda window: None),
-    _window("window on a layer that sees all", lambda window: window is None, lambda window: WINDOW),
+    of_each("window 127 for 128", PAGED, sliding_window=lambda window: window - 1 if window > 1 else None),
+    of_each("window 129 for 128", PAGED, sliding_window=lambda window: window + 1),
+    of_each("window ignored", PAGED, sliding_window=lambda window: SEES_ALL),
+    of_inputs(
+        "window on a layer that sees all",
+        PAGED,
+        sliding_window=lambda i: WINDOW if i["sliding_window"] is None else None,
+    ),
     Mutation("causal off by one", (PAGED,), _one_key_ahead),
     of_each("scale missing", PAGED, scale=lambda scale: 1.0),
     of_each("scale twice", PAGED, scale=lambda scale: scale**2),

@@ -19,13 +19,13 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import current_platform
-from npu_gptoss.kernels.dumping import CLASS, FIELDS, FORMAT, tensors
+from npu_gptoss.kernels.dumping import CLASS, FIELDS, FORMAT, changed, tensors
 from npu_gptoss.kernels.profiling import observing
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, packed
 from npu_gptoss.moe.ascend import AscendExperts
 from npu_gptoss.moe.triton.layout import TiledExperts, untiled
-from npu_gptoss.verify.cases import Inputs, mapped, on
+from npu_gptoss.verify.cases import Inputs, on
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.compare import Result, checked
 
@@ -90,7 +90,7 @@ def results(dumped: Dumped, device: torch.device) -> Iterator[Result | tuple[str
         with observing(lambda name, _, ran=ran: ran.add(name)):
             result, _ = checked(
                 kernel.name,
-                lambda name=kernel.name: mapped(check.run(on(dumped.inputs, device), name), lambda t: t.cpu()),
+                lambda name=kernel.name: changed(check.run(on(dumped.inputs, device), name), lambda t: t.cpu()),
                 lambda got: check.judge(got, want, dumped.precision, sizes),
             )
         # an override that cannot take the call leaves it to another kernel, or to none

@@ -14,11 +14,12 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import ANY, KernelSpec, Priority, current_platform, signature
+from npu_gptoss.kernels.dumping import changed
 from npu_gptoss.kernels.registry import BUILT_IN, registry
 from npu_gptoss.kernels.selection import reasons_against
 from npu_gptoss.verify import depth
 from npu_gptoss.verify.calls import Call, CallSpec, Check, not_made, specs_of
-from npu_gptoss.verify.cases import mapped, on
+from npu_gptoss.verify.cases import on
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.compare import FAILED, KNOWN, PASSED, UNEXPECTED, Outputs, Result, checked
 from npu_gptoss.verify.known_failures import KNOWN_FAILURES, KnownFailure
@@ -139,7 +140,7 @@ def verify(
             want, sizes = check.wanted(call.inputs, spec.precision)
             result, got = checked(
                 call.name,
-                lambda call=call: mapped(check.run(on(call.inputs, device), target.name), lambda t: t.cpu()),
+                lambda call=call: changed(check.run(on(call.inputs, device), target.name), lambda t: t.cpu()),
                 lambda got, want=want, sizes=sizes, spec=spec: check.judge(got, want, spec.precision, sizes),
                 dtypes=str(spec),
             )

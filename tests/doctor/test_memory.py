@@ -122,10 +122,6 @@ def large(tmp_path: Path) -> Path:
     return write(tmp_path / "120b/config.json", json.dumps(published_config(36, 128))).parent
 
 
-def test_fitting_model_is_reported_with_its_context(model):
-    only(memory.memory(model, 16384, 1, CARD), "ok", "39.0 GiB of BF16 weights and 768 MiB", "295 thousand tokens")
-
-
 def test_mxfp4_experts_take_a_quarter_so_120b_fits_one_gpu(large):
     config = GptOssConfig.from_dict(published_config(36, 128))
     assert weight_bytes(config, Part.of(config), packed=True) == pytest.approx(
@@ -149,43 +145,43 @@ def test_gpus_that_cannot_cut_mxfp4_get_expert_parallelism_as_remedy(model):
         assert [finding.state for finding in fits] == ["ok"]
 
 
-def test_model_that_does_not_fit_is_a_failure(model):
-    card = replace(CARD, total=32 * GIB, free=32 * GIB)
-    only(memory.memory(model, 16384, 1, card), "failed", "on 32.0 GiB of Ascend910B3: that does not fit", "more cards")
-    only(memory.memory(model, 16384, 2, card), "ok")
+def sized(size: int, **changes: object) -> Device:
+    return replace(CARD, total=size, free=size, **changes)
 
 
-def test_checkpoint_that_fits_packed_is_no_failure(large, model):
-    two = only(memory.memory(large, 16384, 2, CARD, triton=True), "ok", "33.4 GiB of weights, experts packed in MXFP4")
-    assert "544 thousand tokens" in two.sentence
-    small = replace(CARD, total=MEMORY["910B4"], free=MEMORY["910B4"])
-    only(memory.memory(model, 16384, 1, small, triton=True), "ok", "14.3 GiB of weights", "215 thousand")
-    # by the variable, where BF16 would fit
-    only(memory.memory(model, 16384, 1, CARD, triton=True, wish="packed"), "ok", "packed in MXFP4", "833 thousand")
-    only(memory.memory(large, 16384, 2, CARD, triton=True, wish="expanded"), "failed", "108.8 GiB of BF16 weights")
+TRITON = {"triton": True}
 
 
-def test_without_triton_ascend_bf16_is_reckoned_and_the_packed_size_is_told(large, model):
-    told = only(memory.memory(large, 16384, 2, CARD), "failed", "108.8 GiB of BF16 weights", "that does not fit")
+@pytest.mark.parametrize(
+    ("name", "ranks", "card", "options", "state", "phrases"),
+    [
+        ("20b", 1, CARD, {}, "ok", ["39.0 GiB of BF16 weights and 768 MiB", "295 thousand tokens"]),
+        ("20b", 1, sized(32 * GIB), {}, "failed", ["32.0 GiB of Ascend910B3: that does not fit", "more cards"]),
+        ("20b", 2, sized(32 * GIB), {}, "ok", []),
+        ("20b", 1, sized(44 * GIB), {}, "warning", ["tight beside 400 MiB of HCCL's", "0.95 for 9 thousand, 0.97"]),
+        ("20b", 1, sized(44 * GIB, kind="cuda"), {}, "warning", ["is tight.", "--gpu-memory-utilization 0.97"]),
+        ("20b", 1, sized(MEMORY["910B4"]), TRITON, "ok", ["14.3 GiB of weights", "215 thousand"]),
+        # by the variable, where BF16 would fit
+        ("20b", 1, CARD, {**TRITON, "wish": "packed"}, "ok", ["packed in MXFP4", "833 thousand"]),
+        ("120b", 2, CARD, TRITON, "ok", ["33.4 GiB of weights, experts packed in MXFP4", "544 thousand tokens"]),
+        ("120b", 2, CARD, {**TRITON, "wish": "expanded"}, "failed", ["108.8 GiB of BF16 weights"]),
+        ("120b", 2, CARD, {}, "failed", ["does not fit beside 800 MiB of HCCL's", "(Triton-Ascend is not installed)"]),
+        ("120b", 4, CARD, {}, "warning", ["0.97 for 111 thousand tokens", "HCCL_BUFFSIZE=100 adds 11 thousand"]),
+        ("120b", 4, CARD, {"buffsize": 100}, "warning", ["0.95 for 51 thousand, 0.97 for 122"]),
+        ("20b", 3, CARD, {}, "failed", ["does not divide query heads 64 and key/value heads 8", "1, 2, 4 or 8"]),
+    ],
+)
+def test_model_fits_or_not_with_its_settings(model, large, name, ranks, card, options, state, phrases):
+    only(memory.memory({"20b": model, "120b": large}[name], 16384, ranks, card, **options), state, *phrases)
+
+
+def test_packed_size_is_named_where_bf16_is_reckoned(large, model):
+    told = only(memory.memory(large, 16384, 2, CARD), "failed")
     assert told.remedy.startswith("Experts packed in MXFP4 33.4 GiB of weights, which leave about 544 thousand tokens")
-    assert "(Triton-Ascend is not installed)" in told.remedy
-    fits = only(memory.memory(model, 16384, 1, CARD, triton=True), "ok", "39.0 GiB of BF16 weights")
+    fits = only(memory.memory(model, 16384, 1, CARD, triton=True), "ok")
     assert "833 thousand tokens (NPU_GPTOSS_EXPERT_WEIGHTS=packed)" in fits.details[0]
-
-
-def test_model_that_barely_fits_is_a_warning(model):
-    card = replace(CARD, total=44 * GIB, free=44 * GIB)
-    only(memory.memory(model, 16384, 1, card), "warning", "tight beside 400 MiB of HCCL's", "0.95 for 9 thousand, 0.97")
-    gpu = replace(card, kind="cuda")
-    only(memory.memory(model, 16384, 1, gpu), "warning", "that is tight.", "--gpu-memory-utilization 0.97")
-
-
-def test_120b_on_four_cards_says_which_settings_fit_and_what_they_leave(large):
-    told = only(memory.memory(large, 16384, 4, CARD), "warning", "0.95 for 40 thousand, 0.97 for 111 thousand tokens")
-    assert "HCCL_BUFFSIZE=100 adds 11 thousand" in told.remedy
-    small = only(memory.memory(large, 16384, 4, CARD, buffsize=100), "warning", "0.95 for 51 thousand, 0.97 for 122")
+    small = only(memory.memory(large, 16384, 4, CARD, buffsize=100), "warning")
     assert "HCCL_BUFFSIZE" not in small.remedy  # it is set already
-    only(memory.memory(large, 16384, 2, CARD), "failed", "does not fit beside 800 MiB of HCCL's buffers")
 
 
 @pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 200), ("0", 200), ("many", 200)])
@@ -204,13 +200,7 @@ def test_a_context_beyond_the_models_positions_is_a_failure(model):
     only(memory.memory(model, 131073, 1, CARD), "failed", "more than the checkpoint's 131072 positions")
 
 
-def test_cards_that_do_not_divide_the_heads_or_are_not_there_are_failures(model):
-    only(
-        memory.memory(model, 16384, 3, CARD),
-        "failed",
-        "does not divide query heads 64 and key/value heads 8 of this",
-        "1, 2, 4 or 8",
-    )
+def test_cards_that_are_not_there_are_a_failure(model):
     first, second = memory.memory(model, 16384, 4, replace(CARD, count=2))
     only([first], "failed", "needs 4 devices, torch sees 2", "ASCEND_RT_VISIBLE_DEVICES")
     assert second.state == "ok"

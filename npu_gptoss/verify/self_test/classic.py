@@ -18,7 +18,7 @@ from npu_gptoss.moe import expert_mlp, prepare_experts, route
 from npu_gptoss.moe.operations import EXPERTS
 from npu_gptoss.verify.cases import WINDOW, Inputs, Shape, expert_inputs, make_step, on, plant
 from npu_gptoss.verify.checks import CHECKS
-from npu_gptoss.verify.compare import FAILED, Outputs, Result, checked, compare
+from npu_gptoss.verify.compare import FAILED, Outputs, Result, compare, rows_checked
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.self_test.attention import SHAPE, UNUSED
 from npu_gptoss.verify.tolerances import ROWS
@@ -71,12 +71,8 @@ def results(name: str, rank: Rank, depth: Depth) -> Iterator[Result]:
     for number, (inputs, run) in enumerate((attention if paged else experts)(name, rank)):
         with platform_override("cpu"):
             want = check.definition(inputs)
-        result, got = checked(
-            f"{name}, call {number + 1}",
-            lambda run=run: {"out": run().cpu()},
-            lambda got, want=want: compare(got, want, LIMITS),
-            repeats=rank.repeats,
-        )
+        call = f"{name}, call {number + 1}"
+        result, got = rows_checked(call, lambda run=run: {"out": run().cpu()}, want, repeats=rank.repeats)
         if result.state == FAILED and got:
             with platform_override("cpu"):
                 mistake = explained(check.name, inputs, got)

@@ -15,10 +15,9 @@ import torch
 from npu_gptoss import dense
 from npu_gptoss.kernels import current_platform, platform_override
 from npu_gptoss.verify.cases import poison
-from npu_gptoss.verify.compare import Outputs, Result, checked, compare
+from npu_gptoss.verify.compare import Outputs, Result, rows_checked
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.self_test.attention import HEAD_DIM
-from npu_gptoss.verify.tolerances import ROWS
 
 EPSILON = 1e-5
 WIDTH = 2880  # of gpt-oss's norms
@@ -89,7 +88,7 @@ def projections(cases: Iterable[Case], rank: Rank) -> Iterator[Result]:
             if case.infinite is not None:
                 want[case.infinite] = 0
             call = f"{name} [{case.rows}, {inputs}] to {outputs}{' with an Inf' * (case.infinite is not None)}"
-            yield _checked(call, run, {"out": want}, rank, FEW_ROWS)
+            yield rows_checked(call, run, {"out": want}, repeats=rank.repeats, suspect=FEW_ROWS)[0]
 
 
 def norms(rows: Iterable[int], width: int, rank: Rank) -> Iterator[Result]:
@@ -108,12 +107,8 @@ def norms(rows: Iterable[int], width: int, rank: Rank) -> Iterator[Result]:
                 want = dense.add_norm(whole.float(), None, *norm, kernel="reference")[1]
             run = functools.partial(_add_norm, *arguments)
             call = f"{name} [{count}, {width}]"
-            yield _checked(call, run, {"residual": whole, "normed": want}, rank, norm_suspect(width))
-
-
-def _checked(call: str, run: functools.partial[Outputs], want: Outputs, rank: Rank, suspect: str) -> Result:
-    limits = dict.fromkeys(want, ROWS)
-    return checked(call, run, lambda got: compare(got, want, limits), repeats=rank.repeats, suspect=suspect)[0]
+            both, suspect = {"residual": whole, "normed": want}, norm_suspect(width)
+            yield rows_checked(call, run, both, repeats=rank.repeats, suspect=suspect)[0]
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, infinite: int | None) -> Outputs:

@@ -20,9 +20,9 @@ from npu_gptoss.moe import ExpertWeights, PreparedExperts, expert_mlp, prepare_e
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
 from npu_gptoss.verify.cases import TOP_K, expert_map, poison
-from npu_gptoss.verify.compare import Outputs, Result, Verdict, checked, compare
+from npu_gptoss.verify.compare import Outputs, Result, checked, compare, rows_checked
 from npu_gptoss.verify.depth import Depth, Rank
-from npu_gptoss.verify.tolerances import EXACT, GATE_ROWS, ROWS
+from npu_gptoss.verify.tolerances import EXACT, GATE_ROWS
 
 Choice = Callable[[int, Rank, torch.Generator], torch.Tensor]  # tokens -> ids [tokens, k]
 
@@ -208,15 +208,11 @@ def _result(case: Case, tokens: int, layer: Layer, prepared: PreparedExperts) ->
 
     want = _numbered([layer.want(*call) for call in inputs])
     call = f"experts, {case.name}, {tokens} tokens"
-    return checked(call, run, lambda got: _rows(got, want), repeats=rank.repeats, suspect=case.suspect)[0]
+    return rows_checked(call, run, want, repeats=rank.repeats, suspect=case.suspect)[0]
 
 
 def _numbered(outs: list[torch.Tensor]) -> Outputs:
     return {f"out {number}": out.cpu() for number, out in enumerate(outs)}
-
-
-def _rows(got: Outputs, want: Outputs) -> Verdict:
-    return compare(got, want, dict.fromkeys(want, ROWS))
 
 
 def group_lists(rank: Rank) -> Iterator[Result]:
@@ -235,7 +231,7 @@ def group_lists(rank: Rank) -> Iterator[Result]:
     ids = torch.repeat_interleave(torch.arange(held), counts)[:, None]
     want = {"out": layer.want(rows, torch.full(ids.shape, experts.gain), ids)}
     call = "experts, groups as counts and as ends"
-    result, _ = checked(call, lambda: {"out": by_count}, lambda got: _rows(got, want), suspect=GROUPS)
+    result, _ = rows_checked(call, lambda: {"out": by_count}, want, suspect=GROUPS)
     if not result.wrong and not torch.equal(by_count, by_end):
         result = result.failed("ends gave other bits than counts")
     yield result

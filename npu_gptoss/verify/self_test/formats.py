@@ -14,10 +14,9 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe.expert_format import FRACTAL_NZ, VARIABLE
-from npu_gptoss.verify.compare import FAILED, Outputs, Result, checked, compare
+from npu_gptoss.verify.compare import FAILED, Outputs, Result, rows_checked
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.self_test.experts import CASES, results_of
-from npu_gptoss.verify.tolerances import ROWS
 
 CAST = "npu_format_cast, where torch-npu allows no internal format"
 CACHE = "the cache of executors knows no format (op-plugin, repaired in torch-npu 2.7.1.post7)"
@@ -59,5 +58,4 @@ def linear(rank: Rank) -> Iterator[Result]:
             weights = {"ND": plain, "NZ": cast, "ND again": plain}
             return {name: torch.nn.functional.linear(x.to(rank.device), w).cpu() for name, w in weights.items()}
 
-        call, limits = f"linear of {rows} rows in ND, FRACTAL_NZ and ND", dict.fromkeys(want, ROWS)
-        yield checked(call, run, lambda got, w=want, m=limits: compare(got, w, m), suspect=CACHE)[0]
+        yield rows_checked(f"linear of {rows} rows in ND, FRACTAL_NZ and ND", run, want, suspect=CACHE)[0]

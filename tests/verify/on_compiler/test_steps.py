@@ -160,21 +160,6 @@ def test_write_outside_of_a_tensor_fails():
                 kernels.transposed[(1,)](values, torch.zeros(8, dtype=torch.int32), offset, ROWS=2, COLUMNS=4)
 
 
-def test_interpreted_launches_leave_the_language_as_it_was():
-    """Triton's interpreter replaces it for good, and then nothing can be compiled any more."""
-    from ascend_emulator.compiler import launches, tools
-
-    tools.tools()
-    from tests.verify.on_compiler import kernels
-
-    values = torch.arange(8, dtype=torch.int32)
-    for how in (launches.interpreted, launches.lowered({})):
-        out = torch.zeros(8, dtype=torch.int32)
-        with launches.launching(how):
-            kernels.transposed[(1,)](values, out, 0, ROWS=2, COLUMNS=4)
-        assert out.tolist() == values.view(2, 4).t().reshape(-1).tolist()
-
-
 def test_the_plan_counts_the_memory_that_a_kernel_needs():
     """1000 floats in and out, in place: 4000 bytes. In a loop the compiler takes two buffers in turn."""
     from ascend_emulator.compiler import lowering, planner, tools

@@ -23,6 +23,7 @@ PART = replace(WHOLE, held=(2, 4))
 ROUTING, MATMUL, UNPERMUTE, SWIGLU = (
     f"npu::npu_{name}" for name in ("moe_init_routing_v2", "grouped_matmul", "moe_token_unpermute", "swiglu")
 )
+RIGHT = dict(OPS)
 
 
 def seen(cases=CASES, repeats=1, dtype=BF16):
@@ -97,74 +98,73 @@ def test_results_that_are_not_written_fail(monkeypatch):
         }
 
 
-def test_empty_group_that_takes_the_next_weight_fails(spoil):
-    right = OPS[MATMUL]
-
-    def skips_empty_groups(results, args, kwargs):
-        counts = kwargs["group_list"]
-        if bool((counts > 0).all()):
-            return results
-        full = torch.cat([counts[counts > 0], counts[counts == 0]])
-        return right(**{**kwargs, "group_list": full})
-
-    spoil(MATMUL, skips_empty_groups)
-    with ascend_ops.ascend():
-        assert seen(named("every second expert", "all to the last expert", "all to the first expert")) == {
-            "every second expert, 17 tokens",
-            "all to the last expert, 17 tokens",
-        }
-
-
-def test_group_cut_at_a_tile_fails(spoil):
-    def loses_row_128(results, args, kwargs):
-        if int(kwargs["group_list"].max()) > 128:
-            results[0][128] = 0
+def skips_empty_groups(results, args, kwargs):
+    counts = kwargs["group_list"]
+    if bool((counts > 0).all()):
         return results
+    return RIGHT[MATMUL](**{**kwargs, "group_list": torch.cat([counts[counts > 0], counts[counts == 0]])})
 
-    spoil(MATMUL, loses_row_128)
+
+def loses_row_128(results, args, kwargs):
+    if int(kwargs["group_list"].max()) > 128:
+        results[0][128] = 0
+    return results
+
+
+def swaps_the_last_above_one_core(results, args, kwargs):
+    rows, places, *rest = results
+    if len(places) > 6080:
+        places[-1], places[-2] = places[-2].clone(), places[-1].clone()
+    return rows, places, *rest
+
+
+def loses_the_last_token(out, args, kwargs):
+    if len(out) >= 4096:
+        out[-1] = 0
+    return out
+
+
+def loses_columns(out, args, kwargs):
+    if out.shape[1] == 1440:
+        out[:, -8:] = 0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("operator", "wrong", "right_cases", "seen_by"),
+    [
+        (
+            MATMUL,
+            skips_empty_groups,
+            ["all to the first expert"],
+            ["every second expert, 17", "all to the last expert, 17"],
+        ),
+        (MATMUL, loses_row_128, [], ["edges of a tile, 129"]),
+        (
+            ROUTING,
+            swaps_the_last_above_one_core,
+            [],
+            ["sort on one core and on many, 2049", "sort on one core and on many, 4096"],
+        ),
+        (
+            UNPERMUTE,
+            loses_the_last_token,
+            ["few tokens"],
+            ["sort on one core and on many, 4096", "sort backwards, 16384"],
+        ),
+        (
+            SWIGLU,
+            loses_columns,
+            ["activation 2880 wide", "activation 720 wide"],
+            [f"activation 1440 wide, {tokens}" for tokens in (1, 17, 1100)],
+        ),
+    ],
+)
+def test_operator_that_is_wrong_at_an_edge_fails_the_calls_of_that_edge(spoil, operator, wrong, right_cases, seen_by):
+    spoil(operator, wrong)
     with ascend_ops.ascend():
-        assert seen(named("edges of a tile")) == {"edges of a tile, 129 tokens"}
-
-
-def test_sort_that_breaks_above_one_core_fails(spoil):
-    def swaps_the_last(results, args, kwargs):
-        rows, places, *rest = results
-        if len(places) > 6080:
-            places[-1], places[-2] = places[-2].clone(), places[-1].clone()
-        return rows, places, *rest
-
-    spoil(ROUTING, swaps_the_last)
-    with ascend_ops.ascend():
-        assert seen(named("sort on one core and on many")) == {
-            f"sort on one core and on many, {tokens} tokens" for tokens in (2049, 4096)
-        }
-
-
-def test_sum_that_loses_its_last_token_fails(spoil):
-    def loses_the_last(out, args, kwargs):
-        if len(out) >= 4096:
-            out[-1] = 0
-        return out
-
-    spoil(UNPERMUTE, loses_the_last)
-    with ascend_ops.ascend():
-        assert seen(named("sort on one core and on many", "few tokens")) == {
-            "sort on one core and on many, 4096 tokens"
-        }
-        assert seen(named("sort backwards")) == {"sort backwards, 16384 tokens"}
-
-
-def test_lost_columns_of_an_activation_fail_at_their_width(spoil):
-    def loses_columns(out, args, kwargs):
-        if out.shape[1] == 1440:
-            out[:, -8:] = 0
-        return out
-
-    spoil(SWIGLU, loses_columns)
-    with ascend_ops.ascend():
-        assert {what.partition(",")[0] for what in seen([case for case in CASES if case.hidden == 64])} == {
-            "activation 1440 wide"
-        }
+        found = seen(named(*right_cases, *(call.rpartition(", ")[0] for call in seen_by)))
+    assert found == {f"{call} tokens" for call in seen_by}
 
 
 def test_results_that_change_between_calls_fail(spoil):
@@ -192,13 +192,11 @@ def test_refusal_of_an_operator_is_a_result_with_its_words(spoil):
 
 
 def test_ends_taken_for_counts_fail(spoil):
-    right = OPS[MATMUL]
-
     def ignores_the_kind(results, args, kwargs):
         if kwargs["group_list_type"] == 1:
             return results
         counts = kwargs["group_list"].diff(prepend=torch.zeros(1, dtype=torch.int64))
-        return right(**{**kwargs, "group_list_type": 1, "group_list": counts.flip(0)})
+        return RIGHT[MATMUL](**{**kwargs, "group_list_type": 1, "group_list": counts.flip(0)})
 
     spoil(MATMUL, ignores_the_kind)
     with ascend_ops.ascend():
