@@ -1,6 +1,6 @@
 """Checks if two greedy answers to a prompt differ only because of a near-tie.
 
-On a GPU the other rows of a batch change the order of a row's sums, and bfloat16 rounds them; docs/numerics.md.
+On a GPU the other rows of a batch change the order of a row's sums, and bfloat16 rounds them; docs/accuracy.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """gpt-oss as a plain, inference-only transformer on the public attention, dense and MoE ops.
 
 The maths is that of transformers' `GptOssForCausalLM` (eager attention). In bfloat16 it rounds less: the residual
-stream and RoPE are computed in float32 (docs/numerics.md). Router logits are a linear layer in the model's dtype, as
+stream and RoPE are computed in float32 (docs/accuracy.md). Router logits are a linear layer in the model's dtype, as
 there. Requests of one step are packed along the token axis; keys and values live in paged caches
 (`npu_gptoss.attention`). Weights are frozen dataclasses (`weights.py`), put together by `assembly.py`.
 

@@ -1,6 +1,6 @@
 """bf16 against fp32, compared with transformers' bf16; and the reason why greedy answers differ.
 
-`make test PYTEST_ARGS="tests/engine/test_bf16.py -s"` prints the figures of docs/numerics.md.
+`make test PYTEST_ARGS="tests/engine/test_bf16.py -s"` prints the figures of docs/accuracy.md.
 """
 
 from __future__ import annotations
