@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-_OF_0_11 = "vllm.distributed.kv_transfer.kv_connector.v1.shared_storage_connector"
-shared_storage_connector = pytest.importorskip(_OF_0_11, reason="needs vLLM 0.11")
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.shared_storage_connector", reason="needs vLLM 0.11")
 
 from safetensors.torch import load_file, save_file
+from vllm.distributed.kv_transfer.kv_connector.v1 import shared_storage_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from npu_gptoss.serving.lines import shared_storage_0_11
