@@ -1,8 +1,8 @@
-"""Chat completions: OpenAI's request to what it asks of the model, and an engine's steps to chunks or one answer.
+"""Chat completions: reads OpenAI's request, and turns an engine's steps into chunks or one answer.
 
-A stream and a whole answer are written by the same `Choice`. Reasoning has both names that clients look for. Fields
-that this module does not read are handed to the engine in `sampling`; tests/serving/openai/test_ledger.py has every
-field of every release of vLLM under one of the tables below.
+`Choice` writes streams and whole answers alike. Reasoning has both names that clients look for. Fields that this module
+does not read go to the engine in `sampling`; tests/serving/openai/test_ledger.py has every field of every release of
+vLLM under one of the tables below.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ PASSED = {
     *("vllm_xargs", "return_tokens_as_token_ids", "return_token_ids", "return_weight_versions", "stream_interval"),
     *("return_prompt_text",),
 }
-# Fields that change nothing here, by OpenAI's or vLLM's own description of them, or that only other models have.
+# Fields that change nothing here, as OpenAI or vLLM describes them, or that apply to other models only.
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "prediction", "verbosity", "moderation", "add_special_tokens"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"),
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "return_token_offsets"),
-    *("guided_decoding_backend", "early_stopping"),  # of vLLM 0.11, where it does nothing; of beam search
-    "chat_template",  # admission refuses it unless the server trusts its clients; gpt-oss has one format
+    *("guided_decoding_backend", "early_stopping"),  # no effect in vLLM 0.11; for beam search
+    "chat_template",  # admission refuses it unless the server trusts its clients; gpt-oss has a fixed format
 }
-# field -> the values that say nothing, and what is expected
+# field -> accepted empty values, and the expected value
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((None, [], ["text"]), "text, which is all that gpt-oss writes"),
     "audio": ((None,), "no audio: gpt-oss writes text"),
-    "web_search_options": ((None,), "no web search, which this server has none of"),
+    "web_search_options": ((None,), "no web search: this server has none"),
     "documents": ((None, []), "the documents' text in messages"),
     "truncate_prompt_tokens": ((None,), "a conversation that fits: harmony's messages are not cut"),
     "logits_processors": ((None, []), "fields by which vLLM samples: this server runs no code of a request"),
     "truncation_side": ((None,), "a conversation that fits: harmony's messages are not cut"),
 }
-BEAM_SEARCH = "use_beam_search"  # left to the engine's own server
+BEAM_SEARCH = "use_beam_search"  # the engine's own server handles it
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ NO_DEFAULTS = Defaults()
 
 
 def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
-    """A request of /v1/chat/completions. Raises ConversationError, which names the field."""
+    """Reads a request of /v1/chat/completions. Raises ConversationError, which names the field."""
     _refuse(body)
     warnings = [f"{name:.80} is no field of a chat and has no effect" for name in body if name not in _KNOWN]
     template = template_arguments(body.get("chat_template_kwargs"), warnings)
@@ -174,7 +174,7 @@ def _deprecated_choice(choice: Any) -> Any:
 
 
 def _continued(body: Mapping[str, Any], messages: Sequence[Any]) -> tuple[str, str] | None:
-    """Channel and text of the last message, if the model is to go on with it."""
+    """Returns channel and text of the last message if the model is to continue it."""
     if not body.get("continue_final_message"):
         if body.get("add_generation_prompt") is False:
             raise ConversationError(
@@ -208,12 +208,12 @@ def _echo(body: Mapping[str, Any], messages: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server says of an answer.
+    """The server's facts for an answer.
 
-    prompt_tokens: how many. role: of the message. fingerprint: of the system. cached_details: usage tells the tokens
-    found in the prefix cache. prompt: fields about the prompt, of the first chunk and of a whole answer. logprobs: the
-    front end's piece, and which of its tokens, to OpenAI's form. log: called with the text, tokens and finish reason of
-    each chunk, and at the end of each sample without tokens.
+    prompt_tokens: how many. role: of the message. fingerprint: of the system. cached_details: usage reports the tokens
+    found in the prefix cache. prompt: fields about the prompt, of the first chunk and of a whole answer. logprobs: maps
+    the front end's piece, and which of its tokens, to OpenAI's form. log: called with the text, tokens and finish
+    reason of each chunk, and at the end of each sample without tokens.
     """
 
     id: str
@@ -228,7 +228,7 @@ class Facts:
 
 
 class Choice:
-    """One sample, and what the client has of it."""
+    """One sample, and the parts of it that the client has received."""
 
     def __init__(self, request: Request, turn: Turn, index: int = 0) -> None:
         self.sample = Sample(turn)
@@ -249,7 +249,7 @@ class Choice:
         return self.sample.finish
 
     def delta(self, events: Sequence[Event]) -> Json:
-        """What these events add to the message."""
+        """Returns the message's additions from these events."""
         calls: list[Json] = []
         texts: dict[Kind, str] = {}
         for event in events:
@@ -273,7 +273,7 @@ class Choice:
         return delta
 
     def more(self, event: Event) -> str | None:
-        """The beginning of a chunk that goes on with the text which was sent last; None for any other event."""
+        """Returns the beginning of a chunk that continues the text sent last; None for any other event."""
         if event.part is not self._last or event.what != "more":
             return None
         text = quoted(event.text)
@@ -282,7 +282,7 @@ class Choice:
         return f'{{"index": {self._index}, "delta": {{"reasoning_content": {text}, "reasoning": {text}'
 
     def _add_call(self, event: Event, calls: list[Json]) -> None:
-        """Add to the last entry of the same call: some clients read the first entry alone."""
+        """Adds to the last entry of the same call: some clients read only the first entry."""
         part = event.part
         number = next(i for i, call in enumerate(self.turn.calls) if call is part)
         if self._request.calls is not None and number >= self._request.calls:
@@ -298,7 +298,7 @@ class Choice:
         calls[-1][tool.kind][_TEXT[tool.kind]] += text
 
     def message(self) -> Json:
-        """The whole message."""
+        """Returns the whole message."""
         content = self.turn.texts(Kind.ANSWER)
         reasoning = self.turn.texts(Kind.REASONING) if self._request.with_reasoning else None
         calls = []
@@ -332,14 +332,14 @@ class Answer:
         head = {"id": facts.id, "object": "chat.completion.chunk", "created": self._created, "model": facts.model}
         self._head = f'data: {json.dumps(head)[:-1]}, "choices": ['
         about_tokens = facts.logprobs is not None or request.with_token_ids or facts.log is not None
-        self._plain = not (about_tokens or request.running_usage)  # chunks of text have nothing beside it
+        self._plain = not (about_tokens or request.running_usage)  # chunks of text carry no other fields
 
     @property
     def samples(self) -> list[Sample]:
         return [choice.sample for choice in self.choices]
 
     def usage(self, of: Sequence[Sample] | None = None) -> Json:
-        """Token counts of all samples, or of these."""
+        """Returns token counts of all samples, or of these."""
         samples = self.samples if of is None else of
         made, prompt = sum(sample.tokens for sample in samples), self.facts.prompt_tokens
         thought = sum(sample.turn.reasoning_tokens for sample in samples)
@@ -349,7 +349,7 @@ class Answer:
         return usage | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
     async def whole(self, steps: AsyncIterator[Step]) -> Json:
-        """The answer in one piece."""
+        """Returns the whole answer."""
         async with aclosing(steps_until_done(steps, self.samples)) as given:
             async for step in given:
                 self._take(step)
@@ -381,7 +381,7 @@ class Answer:
             choice.logprobs += self.facts.logprobs(piece, choice.sample.answer)["content"]
 
     async def lines(self, steps: AsyncIterator[Step]) -> AsyncGenerator[str, None]:
-        """The events of a stream, without its end (`data: [DONE]`)."""
+        """Yields the events of a stream, without its end (`data: [DONE]`)."""
         opened = False
         async with aclosing(steps_until_done(steps, self.samples)) as taken:
             async for step in taken:
@@ -404,7 +404,7 @@ class Answer:
         running = {"usage": self.usage([])} if self.request.running_usage else {}
         lines = []
         for index in range(self.request.n):
-            # null, as OpenAI opens a call: pydantic-ai 1 takes an empty text for the whole answer
+            # null, as OpenAI opens a call: pydantic-ai 1 would take an empty text for the whole answer
             delta = {"role": self.facts.role, "content": None}
             lines.append(self._written(_choice(index, delta), self.facts.prompt | running))
             if self.request.echo:
@@ -412,7 +412,7 @@ class Answer:
         return lines
 
     def _line(self, choice: Choice, piece: Piece) -> str | None:
-        """The chunk of a piece; None when it adds nothing for the client."""
+        """Returns the chunk of a piece; None if it adds nothing for the client."""
         request, sample = self.request, choice.sample
         events = sample.read(piece)
         if self._plain and len(events) == 1 and sample.finish is None and (text := choice.more(events[0])) is not None:

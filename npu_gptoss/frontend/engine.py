@@ -1,4 +1,4 @@
-"""What the front end receives from an engine: the tokens of each step."""
+"""The engine's interface to the front end: the tokens of each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Piece(NamedTuple):
     """New tokens of one sample.
 
     finish: the engine's reason ("stop", "length", "abort"), None while the sample goes on. logprobs: in the engine's
-    own form, an entry a token. extra: fields of the choice that only the engine knows.
+    form, an entry a token. extra: choice fields that come from the engine.
     """
 
     index: int
@@ -22,9 +22,9 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an engine yields: the pieces of one step, and fields of the answer that only the engine knows.
+    """A step of the engine: its pieces, and answer fields that come from the engine.
 
-    cached_tokens: of the prompt, found in the prefix cache; None when the engine does not say.
+    cached_tokens: prompt tokens found in the prefix cache; None if the engine does not report them.
     """
 
     pieces: Sequence[Piece]

@@ -1,4 +1,4 @@
-"""Anthropic's messages as harmony's: the conversation that a request of /v1/messages holds, in blocks of many types."""
+"""Converts the conversation of a /v1/messages request, which has blocks of many types, to harmony's messages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from npu_gptoss.harmony.conversation import (
     tool_result,
 )
 
-# Claude Code's first block of `system`. It holds a number of the request, which would defeat the prefix cache.
+# Claude Code's first block of `system`. It contains a number that changes with each request, which would defeat the
+# prefix cache.
 BILLING = "x-anthropic-billing-header"
-# Blocks about tools that Anthropic's servers ran, and others that hold nothing for the model
+# Blocks about tools that Anthropic's servers ran, and others without content for the model
 HOSTED_BLOCKS = {"server_tool_use", "mcp_tool_use", "mcp_tool_listing", "container_upload", "browser_state"}
 SILENT_BLOCKS = {"redacted_thinking", "fallback"}
 TOOL_CHANGES = {"tool_addition", "tool_removal"}
-# Anthropic's documentation has clients send a call's input that is no JSON object back within this key. Here a whole
-# answer has it so, too: nothing of the text is lost, and no tool runs with half of its input.
+# Anthropic's documentation makes clients send a call's input back within this key if it is no JSON object. A whole
+# answer uses it here too: the text is kept, and no tool runs with half of its input.
 INVALID_JSON = "INVALID_JSON"
 
 
@@ -34,7 +35,7 @@ def shown(value: Any) -> str:
 
 
 def conversation(body: Mapping[str, Any], warnings: list[str]) -> tuple[list[Message], tuple[str, str] | None]:
-    """The turns, and channel and text of the last message if it is the assistant's: the model goes on with it."""
+    """Returns the turns, and channel and text of a last message of the assistant, which the model continues."""
     messages = [fields_of(message) for message in body["messages"]]
     last_of_user = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     turns, names = _instructions(body.get("system"), "system", warnings), {}
@@ -63,7 +64,7 @@ def _instructions(content: Any, place: str, warnings: list[str]) -> list[Message
 
 
 def _blocks(content: Any, place: str, warnings: list[str]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The blocks of a content with their paths, without those that hold nothing for the model."""
+    """Returns the blocks of a content with their paths, without blocks that have no content for the model."""
     if isinstance(content, str):
         return [(place, {"type": "text", "text": content})]
     if not isinstance(content, Sequence):
@@ -81,11 +82,11 @@ def _blocks(content: Any, place: str, warnings: list[str]) -> list[tuple[str, Ma
 
 
 def _turns(role: str, content: Any, place: str, names: dict[str, str], warnings: list[str]) -> list[Message]:
-    """The harmony messages of a message. `names` maps the id of each tool_use so far to its function's name."""
+    """Converts a message to harmony messages. `names` maps the id of each tool_use so far to its function's name."""
     blocks = _blocks(content, place, warnings)
     channel = "commentary" if any(block.get("type") == "tool_use" for _, block in blocks) else "final"
     turns: list[Message] = []
-    texts: list[str] = []  # of blocks that follow each other
+    texts: list[str] = []  # of consecutive blocks
 
     def end_text(always: bool = False) -> None:
         text = "".join(texts)
@@ -111,7 +112,7 @@ def _turns(role: str, content: Any, place: str, names: dict[str, str], warnings:
 
 
 def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str] | None]:
-    """The reasoning before a last message that the model goes on with, and channel and text of what it goes on with."""
+    """Returns the reasoning before a last message that the model continues, and that message's channel and text."""
     thoughts, text = [], ""
     for path, block in _blocks(content, place, []):
         kind = block.get("type")
@@ -121,7 +122,7 @@ def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str]
             text += _text(block, path)
         else:
             raise ConversationError(
-                f"{path}: expected a block of text, because the model goes on with a last message of the assistant, "
+                f"{path}: expected a block of text, because the model continues a last message of the assistant, "
                 f"got one of type {shown(kind)}. End messages with one of the user.",
                 path,
             )
@@ -137,7 +138,7 @@ def _call(block: Mapping[str, Any], path: str, names: dict[str, str]) -> Message
         raise ConversationError(f"{path}.name: expected the name of a tool, got {name!r}.", f"{path}.name")
     if isinstance(given, Mapping):
         raw = given.get(INVALID_JSON) if len(given) == 1 else None
-        # Without spaces, as the model writes it: the prefix cache has what it wrote
+        # Without spaces, as the model writes it, so that the prefix cache matches
         given = raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
     if given is not None and not isinstance(given, str):
         raise ConversationError(f"{path}.input: expected an object, got {given!r:.80}.", f"{path}.input")
@@ -163,7 +164,7 @@ def _result(block: Mapping[str, Any], path: str, names: Mapping[str, str], warni
 
 
 def _text_of_result(block: Mapping[str, Any], path: str, warnings: list[str]) -> str:
-    """The text of a block of a tool's result; a sentence where the block is no text."""
+    """Returns the text of a block of a tool's result; a sentence if the block is no text."""
     kind = block.get("type")
     is_data = kind != "document" or fields_of(block.get("source")).get("type") not in ("text", "content")
     if kind not in UNREADABLE or not is_data:
@@ -180,11 +181,11 @@ def _field(block: Mapping[str, Any], name: str, path: str) -> str:
 
 
 def _text(block: Mapping[str, Any], path: str) -> str:
-    """The text of a block that is text in some form. Raises ConversationError for all others."""
+    """Returns the text of any block with text. Raises ConversationError for all other blocks."""
     kind = block.get("type")
     if kind == "text":
         return _field(block, "text", path)
-    if kind == "compaction":  # a summary of what came before
+    if kind == "compaction":  # a summary of the earlier conversation
         return block["content"] if isinstance(block.get("content"), str) else ""
     if kind == "tool_reference":
         name = block.get("tool_name") or block.get("name")

@@ -1,8 +1,8 @@
-"""Anthropic's messages: a request of /v1/messages to what it asks of the model, and an engine's steps to its answer.
+"""Anthropic's messages: reads a request of /v1/messages, and turns an engine's steps into its answer.
 
-The blocks of an answer are made once, by `_Blocks`: a stream sends each change of them, a whole answer shows them at
-the end. Parts of a turn that follow each other and are of one kind make one block, so that a client which reads the
-first block of text has all of it. The front end does not read Anthropic's headers.
+`_Blocks` makes the blocks of an answer: a stream sends each change, a whole answer the final state. Consecutive parts
+of a turn of the same kind make one block, so that a client that reads only the first text block has all of it. The
+front end does not read Anthropic's headers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ PASSED = {
     *("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "watermarking", "request_id", "session_id"),
     *("priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs"),
 }
-# Fields that change nothing here, by Anthropic's or vLLM's own description of them.
+# Fields that change nothing here, as Anthropic or vLLM describes them.
 WITHOUT_EFFECT = {
     *("metadata", "service_tier", "container", "context_management", "cache_control", "betas", "anthropic_beta"),
     *("anthropic_version", "inference_geo", "speed", "diagnostics", "billing_policy", "user_profile_id"),
     *("workspace_id", "fallbacks", "fallback_credit_token", "mm_payload", "return_mm_kwargs"),
     *("media_io_kwargs", "mm_processor_kwargs"),
 }
-# field -> why the request is served without it
+# field -> the reason why it has no effect
 LEFT_OUT = {"mcp_servers": "this server calls no MCP server"}
-# field -> what is expected in its place
+# field -> the expected value
 REFUSED = {
     "compaction": "a conversation to answer: this server writes no summaries",
     "thread": "the whole conversation in messages: this server keeps no threads",
@@ -54,14 +54,14 @@ REFUSED = {
 }
 _KNOWN = READ | PASSED | WITHOUT_EFFECT | LEFT_OUT.keys() | REFUSED.keys()
 
-THINKING_OFF = "thinking: disabled"  # as a word for an effort: gpt-oss always reasons
+THINKING_OFF = "thinking: disabled"  # counts as an effort: gpt-oss always reasons
 EFFORTS = {"xhigh": "high", "max": "high", THINKING_OFF: "low"}
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
-SIGNATURE = "bnB1X2dwdG9zcw=="  # of thinking; clients want one and send it back, nobody reads it
+SIGNATURE = "bnB1X2dwdG9zcw=="  # of thinking; clients expect one and send it back; it is not read
 # Anthropic's own tools have a date: bash_20250124, tool_search_tool_bm25_20251119
 _DATED = re.compile(r"\w+_\d{8}|mcp_toolset")
-# Stands for a tool that is left out, so that the tools behind it keep their numbers
+# Placeholder for a tool that is left out, so that later tools keep their numbers
 _NO_TOOL = {"type": "namespace", "name": "left_out", "tools": ()}
 # HTTP status -> type of an error
 ERROR_TYPES = {
@@ -83,18 +83,18 @@ def error_type(status: int) -> str:
 
 
 def error_body(message: str, status: int, request_id: str | None = None) -> Json:
-    """An error in Anthropic's form."""
+    """Returns an error in Anthropic's form."""
     body: Json = {"type": "error", "error": {"type": error_type(status), "message": message}}
     return body | ({"request_id": request_id} if request_id else {})
 
 
-# By the details Anthropic's SDK (2.14) knows that its tool runner has to send each conversation whole.
+# From these details Anthropic's SDK (2.14) learns that its tool runner must send each conversation whole.
 THREADS_REFUSED = error_body(f"thread: expected {REFUSED['thread']}.", 400)
 THREADS_REFUSED["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def error_event(message: str, status: int) -> str:
-    """An error that ends a stream."""
+    """Returns an error event that ends a stream."""
     return f"event: error\ndata: {json.dumps(error_body(message, status))}\n\n"
 
 
@@ -107,7 +107,7 @@ class _Asked(Asked):
 
 
 def _context_words(text: str) -> str:
-    """Anthropic's words for a ContextError: by them Claude Code compacts the conversation or lowers max_tokens."""
+    """Writes a ContextError in Anthropic's words: Claude Code then compacts the conversation or lowers max_tokens."""
     limit, *numbers = re.findall(r"\d+", text)
     if len(numbers) == 1:
         return f"prompt is too long: {numbers[0]} tokens > {limit} maximum. {text}"
@@ -132,7 +132,7 @@ _DEFAULTS = Defaults()
 
 
 def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: bool = False) -> Request:
-    """A request of /v1/messages, or with `counting` of its count_tokens.
+    """Reads a request of /v1/messages, or with `counting` of its count_tokens.
 
     Raises ConversationError, which names the field.
     """
@@ -153,7 +153,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
     structure = forced_structure(tools, _structure(body, config))
     if structure and continued is not None:
         raise ConversationError(
-            f"{structure.param}: an answer that goes on with the last message is held to no structure; end messages "
+            f"{structure.param}: an answer that continues the last message cannot have a structure; end messages "
             "with one of the user.",
             structure.param,
         )
@@ -200,7 +200,7 @@ def _with_reasoning(given: Any, warnings: list[str]) -> bool:
             f"thinking.type: expected {', '.join(THINKING)}, got {shown(kind or given)}.", "thinking.type"
         )
     if given.get("budget_tokens") is not None:
-        warnings.append("thinking.budget_tokens has no effect: output_config.effort says how much gpt-oss thinks")
+        warnings.append("thinking.budget_tokens has no effect: output_config.effort sets how much gpt-oss thinks")
     if given.get("display") == "omitted":
         warnings.append(
             "thinking.display has no effect: thinking is sent, because clients must send it back with calls"
@@ -210,7 +210,7 @@ def _with_reasoning(given: Any, warnings: list[str]) -> bool:
 
 def _structure(body: Mapping[str, Any], config: Mapping[str, Any]) -> Structure:
     if config.get("format") is None:
-        return structure_of_format(body.get("output_format"), "output_format")  # of an older beta
+        return structure_of_format(body.get("output_format"), "output_format")  # an older beta's field
     return structure_of_format(config["format"], "output_config.format")
 
 
@@ -227,7 +227,7 @@ def _tools(body: Mapping[str, Any], warnings: list[str]) -> Tools:
         raise ConversationError(f"tools: expected a list of tools, got {given!r:.80}.", "tools")
     functions = [_function(tool, f"tools[{number}]", warnings) for number, tool in enumerate(given or ())]
     if functions and all(function is _NO_TOOL for function in functions):
-        # Claude Code's web search is such a request: it would show what the model makes up as what was found
+        # Claude Code's web search is such a request: it would present invented text as search results
         raise ConversationError(
             f"tools[0].type: expected at least one tool with an input_schema, got "
             f"{shown(fields_of(given[0]).get('type'))} alone, which this server does not run.",
@@ -245,7 +245,7 @@ def _tools(body: Mapping[str, Any], warnings: list[str]) -> Tools:
 
 
 def _function(tool: Any, place: str, warnings: list[str]) -> Any:
-    """A tool in the form of /v1/responses, which `read_tools` reads."""
+    """Converts a tool to the form of /v1/responses, which `read_tools` reads."""
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if isinstance(tool, Mapping) and kind in (None, "custom"):
         schema = tool.get("input_schema")
@@ -263,9 +263,9 @@ def _function(tool: Any, place: str, warnings: list[str]) -> Any:
 
 
 def _deferred(tools: Sequence[Any], messages: Sequence[Any]) -> set[Any]:
-    """The names of tools with `defer_loading` that the prompt does not show: no `tool_reference` names them yet.
+    """Returns the tools with `defer_loading` that the prompt hides, because no `tool_reference` names them yet.
 
-    All are shown where nobody would search for them: Anthropic's servers would, or no other tool is there.
+    All are shown if the model cannot search for them: Anthropic's servers would search, or no other tool exists.
     """
     fields = [fields_of(tool) for tool in tools]
     names = {tool.get("name") for tool in fields if tool.get("defer_loading")}
@@ -277,7 +277,7 @@ def _deferred(tools: Sequence[Any], messages: Sequence[Any]) -> set[Any]:
 
 
 def _references(blocks: Any) -> Iterator[Any]:
-    """The names in `tool_reference` blocks, those within other blocks too."""
+    """Yields the names in `tool_reference` blocks, nested blocks included."""
     for fields in map(fields_of, blocks if isinstance(blocks, list) else ()):
         if fields.get("type") == "tool_reference":
             yield fields.get("tool_name")
@@ -285,9 +285,9 @@ def _references(blocks: Any) -> Iterator[Any]:
 
 
 def _change_tools(functions: list[Any], messages: Sequence[Any], removed: set[Any], warnings: list[str]) -> None:
-    """Apply the blocks of system messages that add and remove tools: the prompt shows what is left at the end.
+    """Applies the blocks of system messages that add and remove tools: the prompt shows the final set.
 
-    removed: names that are not shown unless a block adds them.
+    removed: names that are hidden unless a block adds them.
     """
     for number, message in enumerate(messages):
         content = fields_of(message).get("content")
@@ -319,9 +319,9 @@ def _is_named(tool: Any, name: Any) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server says of an answer.
+    """The server's facts for an answer.
 
-    prompt_tokens: how many. cached_details: usage tells the tokens found in the prefix cache. log: called with the
+    prompt_tokens: how many. cached_details: usage reports the tokens found in the prefix cache. log: called with the
     text, tokens and finish reason of each step of a stream, and at the end without tokens.
     """
 
@@ -338,7 +338,7 @@ _TYPES = {
     Kind.REASONING: ("thinking", "thinking_delta", "thinking"),
     Kind.CALL: ("tool_use", "input_json_delta", "partial_json"),
 }
-# What of a call's arguments says where a JSON string begins and ends, and characters that it cannot have
+# In a call's arguments: characters that begin or end a JSON string, and characters that a string must escape
 _MARKS = re.compile(r'\\.|["\x00-\x1f]', re.DOTALL)
 
 
@@ -356,8 +356,8 @@ class _Block:
     held: str = ""  # a backslash whose next character has not come
 
     def arguments(self, text: str) -> str:
-        """The next text of a call's arguments. Models write line ends into JSON strings, and the clients of streams
-        fail on them: they are escaped."""
+        """Returns the next text of a call's arguments. Models write line ends into JSON strings and streaming clients
+        fail on them, so they are escaped."""
         text, self.held = self.held + text, ""
         if '"' not in text and "\\" not in text and text.isprintable():
             return text
@@ -371,7 +371,7 @@ class _Block:
         return _MARKS.sub(mark, text)
 
     def shown(self) -> Json:
-        """The block of a whole answer."""
+        """Returns the block for a whole answer."""
         if self.kind is Kind.CALL:
             return {"type": "tool_use", "id": self.id, "name": self.name, "input": _input(self.text)}
         kind, _, name = _TYPES[self.kind]
@@ -386,7 +386,7 @@ class _Block:
         return _event("content_block_start", index=self.index, content_block=block)
 
     def delta(self, text: str) -> str:
-        """Written by hand: there is one for each token."""
+        """Formats the event without json.dumps of the whole, because every token needs one."""
         _, kind, name = _TYPES[self.kind]
         return (
             f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {self.index}, "delta": '
@@ -405,10 +405,10 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 def _input(text: str) -> Json:
-    """The input of a call from the arguments that the model wrote, which may be cut or no JSON: see INVALID_JSON."""
+    """Returns a call's input from the model's arguments, which may be cut off or no JSON: see INVALID_JSON."""
     try:
         value = json.loads(text or "{}", strict=False)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Infinity and half characters are no JSON
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Infinity and lone surrogates are no JSON
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: text}
@@ -424,7 +424,7 @@ class _Blocks:
         self._calls = 0
 
     def read(self, events: Sequence[Event]) -> list[str]:
-        """The lines that a stream sends for these events."""
+        """Returns the lines that a stream sends for these events."""
         lines: list[str] = []
         for event in events:
             part, kind = event.part, event.part.kind
@@ -449,7 +449,7 @@ class _Blocks:
         return lines
 
     def close(self) -> list[str]:
-        """End the open block."""
+        """Ends the open block."""
         block, self._open = self._open, None
         if block is None:
             return []
@@ -458,7 +458,7 @@ class _Blocks:
         return [line]
 
     def end(self) -> list[str]:
-        """End the answer. An empty one is an empty text: clients read the first block."""
+        """Ends the answer. An empty answer gets an empty text: clients read the first block."""
         lines = self.close()
         if not self.all:
             self._open = self._begun(Kind.ANSWER, 0, None)
@@ -483,13 +483,13 @@ class Answer:
 
     @property
     def counts(self) -> Json:
-        """Token counts, named as OpenAI does."""
+        """Returns token counts with OpenAI's names."""
         prompt, made = self.facts.prompt_tokens, self.sample.tokens
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
     @property
     def usage(self) -> Json:
-        """Token counts. Anthropic does not count what was found in the cache as input."""
+        """Returns token counts. Anthropic does not count cached tokens as input."""
         cached = (self._cached_tokens if self.facts.cached_details else None) or 0
         usage: Json = {"input_tokens": self.facts.prompt_tokens - cached, "output_tokens": self.sample.tokens}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
@@ -497,7 +497,7 @@ class Answer:
 
     @property
     def stop(self) -> Json:
-        """Why the answer ended. A call that was cut off is not to be made: only complete calls are tool_use."""
+        """Returns the stop reason. A call that was cut off must not run: only complete calls give tool_use."""
         sample, stopped = self.sample, self.sample.turn.stopped
         if sample.finish is None:
             return {"stop_reason": None, "stop_sequence": None}
@@ -505,11 +505,11 @@ class Answer:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if stopped is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
-        # Anthropic has no word for an engine's other reasons ("abort"), which cut an answer off, too
+        # Anthropic has no name for an engine's other reasons ("abort"), which cut an answer off, too
         return {"stop_reason": "end_turn" if sample.finish == "stop" else "max_tokens", "stop_sequence": None}
 
     async def whole(self, steps: AsyncIterator[Step]) -> Json:
-        """The answer in one piece."""
+        """Returns the whole answer."""
         async with aclosing(steps_until_done(steps, [self.sample])) as given:
             async for step in given:
                 self._take(step)
@@ -521,7 +521,7 @@ class Answer:
         return self._message([block.shown() for block in self._blocks.all]) | self._extra
 
     async def events(self, steps: AsyncIterator[Step]) -> AsyncGenerator[str, None]:
-        """The events of a stream, those of a step together."""
+        """Yields the events of a stream, the events of a step together."""
         opened = False
         async with aclosing(steps_until_done(steps, [self.sample])) as given:
             async for step in given:

@@ -1,4 +1,4 @@
-"""What a request asks of the model, without the words of its API: `chat`, `responses` and `messages` make one."""
+"""A request for the model in a form that no API determines; `chat`, `responses` and `messages` make it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a server answers by where a request says nothing.
+    """The server's values for fields that a request leaves out.
 
     effort: of the reasoning. efforts: other words for it, by word. instructions_in_system, identity: see
     `harmony.conversation`. with_usage: streams end with their usage. date: YYYY-MM-DD; None is today.
@@ -38,8 +38,8 @@ class Defaults:
 class Asked:
     """A request. `sampling` has the fields that an engine samples by, named as in chat completions.
 
-    turns: the conversation without its system turn. continued: channel and text of the message that the model goes on
-    with, behind them.
+    turns: the conversation without its system turn. continued: channel and text of the message after them that the
+    model continues.
     """
 
     turns: Sequence[Message]
@@ -57,13 +57,13 @@ class Asked:
 
     @property
     def conversation(self) -> list[Message]:
-        """The harmony messages that the model reads, but for the one that it goes on with."""
+        """Returns the harmony messages that the model reads, without the message that it continues."""
         effort = reasoning_effort(self.effort, self.effort_param)
         head = {"effort": effort, "identity": self.identity, "date": self.date}
         return with_head(self.turns, self.tools.functions, instructions_in_system=self.instructions_in_system, **head)
 
     def prompt(self, encoder: Encoder, limit: int | None = None) -> list[int]:
-        """Token ids up to where the model begins to write. limit: the model's context; longer prompts are refused."""
+        """Returns token ids up to the point where the model writes. limit: the model's context; raises ContextError."""
         ids = encoder.encode(self.conversation, limit)
         if self.continued is not None:
             channel, text = self.continued
@@ -73,7 +73,7 @@ class Asked:
         return ids
 
     def turn(self, library: HarmonyEncoding, encoder: Encoder) -> Turn:
-        """A reader of one sample's tokens."""
+        """Returns a reader of one sample's tokens."""
         turn = Turn(TolerantParser(library, Role.ASSISTANT), self.reading)
         if self.continued is not None:
             turn.begin(encoder.header(self.continued[0]))
@@ -81,14 +81,14 @@ class Asked:
 
 
 def reading(tools: Tools, stop: Any = (), include_stop: bool = False, min_tokens: int = 0) -> Reading:
-    """How the answer to a request with these tools and stop strings is read."""
+    """Returns the rules for reading the answer to a request with these tools and stop strings."""
     choice = tools.choice
     mode = choice.mode if tools.offered or choice.mode != "none" else "auto"
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list | tuple) or not all(isinstance(one, str) for one in stops):
         raise ConversationError(f"stop: expected a text or a list of texts, got {stop!r:.80}.", "stop")
     if mode in ("required", "function"):
-        stops = []  # the JSON of a call must not be cut
+        stops = []  # a call's JSON must not be cut
     return Reading(
         mode,
         choice.tool.name if choice.tool else None,
@@ -101,7 +101,7 @@ def reading(tools: Tools, stop: Any = (), include_stop: bool = False, min_tokens
 
 
 def template_arguments(given: Any, warnings: list[str]) -> dict[str, Any]:
-    """The arguments of `chat_template_kwargs` that the published template of gpt-oss reads, but for builtin_tools."""
+    """Returns the `chat_template_kwargs` that gpt-oss's published template reads, except builtin_tools."""
     if given is not None and not isinstance(given, Mapping):
         raise ConversationError(f"chat_template_kwargs: expected an object, got {given!r:.80}.", "chat_template_kwargs")
     given = {name: value for name, value in (given or {}).items() if value is not None}
@@ -118,7 +118,7 @@ def template_arguments(given: Any, warnings: list[str]) -> dict[str, Any]:
 
 
 def mapped_effort(words: Sequence[tuple[str, Any]], defaults: Defaults) -> tuple[str, str | None]:
-    """The first effort that a request names, with its field; the server's where it names none."""
+    """Returns the first effort that a request names, with its field; else the server's."""
     param, word = next(((param, word) for param, word in words if word is not None), ("reasoning_effort", None))
     word = defaults.effort if word is None else word
     return param, defaults.efforts.get(word, word) if isinstance(word, str) else word

@@ -1,13 +1,13 @@
-"""Items of /v1/responses: those of a request as harmony messages, and a turn's parts as those of a response.
+"""Items of /v1/responses: a request's items to harmony messages, and a turn's parts to a response's items.
 
-A request's items need no `id` and no `status`: clients leave them out, or send back what they got. A tool that only
-OpenAI's models know (`local_shell`, `shell`, `apply_patch`) and one of an MCP server become a function of that name, so
-that the model knows what has been done. Other items of hosted tools are left out with a warning, and what is no text in
-a tool's output is replaced by a sentence. `additional_tools` and `tool_search_output` bring tools. Every refusal is a
-ConversationError that names the item's field.
+A request's items need no `id` and no `status`: clients leave them out or repeat ours. A call of a tool that only
+OpenAI's models know (`local_shell`, `shell`, `apply_patch`), or of an MCP server, becomes a call of a function of that
+name, so that the model knows about it. Other items of hosted tools are left out with a warning, and parts of a tool's
+output that are no text are replaced by a sentence. `additional_tools` and `tool_search_output` add tools. Every refusal
+is a ConversationError that names the item's field.
 
-A client that keeps no reasoning text (Codex) sends back the `encrypted_content` of a reasoning item, by which the model
-reads its own reasoning between its calls. Ours is encoded, not encrypted: whoever has it can read the reasoning.
+A client that keeps no reasoning text (Codex) sends back the `encrypted_content` of a reasoning item, so that the model
+can read its reasoning between its calls. Ours is encoded, not encrypted: anyone who has it can read the reasoning.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from npu_gptoss.harmony.parser import Kind
 
 Json = dict[str, Any]
 PREFIX = "npu_gptoss."  # of an encoded text
-MOST = 16 * 1024 * 1024  # bytes of a decoded text: a small one can become any length
+MOST = 16 * 1024 * 1024  # bytes of a decoded text: a small encoded text can expand to any length
 ROLES = ("user", "assistant", "system", "developer")
 
-# kind of a call that is no function's -> the function that stands for it, and the field with its arguments
+# kind of a call that is no function call -> the function for it, and the field with its arguments
 CALLS = {
     "tool_search_call": (SEARCH, "arguments"),
     "local_shell_call": ("local_shell", "action"),
@@ -52,7 +52,7 @@ CALLS = {
 }
 RESULTS = {f"{kind}_output" for kind in ("function_call", "custom_tool_call", *CALLS)} | {"tool_search_output"}
 WITH_TOOLS = {"additional_tools", "tool_search_output"}
-SEARCHES = {"tool_search_call", "tool_search_output"}  # without a call_id where OpenAI's servers searched
+SEARCHES = {"tool_search_call", "tool_search_output"}  # no call_id if OpenAI's servers searched
 LEFT_OUT = {
     *("web_search_call", "file_search_call", "code_interpreter_call", "computer_call", "computer_call_output"),
     *("image_generation_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
@@ -69,12 +69,12 @@ class Conversation:
 
 
 def encoded(text: str) -> str:
-    """A text as the `encrypted_content` of a reasoning item."""
+    """Encodes a text as the `encrypted_content` of a reasoning item."""
     return PREFIX + base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def decoded(given: Any, place: str) -> str:
-    """The text of an `encrypted_content`; "" for another server's. Raises ConversationError where ours is damaged."""
+    """Decodes an `encrypted_content`; "" for another server's. Raises ConversationError if ours is damaged."""
     if not isinstance(given, str) or not given.startswith(PREFIX):
         return ""
     try:
@@ -84,11 +84,11 @@ def decoded(given: Any, place: str) -> str:
             return raw.decode()
     except (binascii.Error, zlib.error, UnicodeError):
         pass
-    raise ConversationError(f"{place}: expected what a response of this server had, got {given!r:.80}.", place)
+    raise ConversationError(f"{place}: expected a value that this server sent, unchanged, got {given!r:.80}.", place)
 
 
 def with_preambles(turns: Sequence[Message]) -> list[Message]:
-    """An assistant's message that a call follows, before the user's next, came before that call: on `commentary`."""
+    """Moves an assistant's message to `commentary` if a call follows it before the user's next message."""
     found, called = [], False
     for message in reversed(turns):
         role = message.author.role
@@ -103,7 +103,7 @@ def with_preambles(turns: Sequence[Message]) -> list[Message]:
 
 
 def read_input(given: Any, tools: Tools, before: Conversation, warnings: list[str]) -> Conversation:
-    """The conversation with the items of a request behind it. Adds a sentence to `warnings` for what is left out."""
+    """Returns the conversation followed by a request's items. Adds a sentence to `warnings` for each omission."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, Sequence):
         raise ConversationError(f"input: expected a text or a list of items, got {given!r:.80}.", "input")
@@ -115,7 +115,7 @@ def read_input(given: Any, tools: Tools, before: Conversation, warnings: list[st
 
 
 def tools_of(given: Any) -> list[tuple[str, Any]]:
-    """Path and tool of each that items of an input add to those of the request."""
+    """Returns path and tool of each tool that input items add to the request's."""
     found: list[tuple[str, Any]] = []
     for number, item in enumerate(given if isinstance(given, list) else ()):
         fields, place = fields_of(item), f"input[{number}].tools"
@@ -170,7 +170,7 @@ class _Reader:
             return self._referenced(place, fields.get("id"))
         if kind == "compaction":
             raise ConversationError(
-                f"{place}: this server cannot read a conversation that another one compacted; send its items.", place
+                f"{place}: this server cannot read a conversation that another server compacted; send its items.", place
             )
         path = f"{place}.type" if fields else place
         got = kind if fields else item
@@ -200,7 +200,7 @@ class _Reader:
         return [tool_call(name, custom_arguments(arguments) if custom else arguments)]
 
     def _name(self, place: str, fields: Mapping[str, Any], name: str) -> None:
-        """Note the function of a call: a result names the call's id, and some clients the item's."""
+        """Records a call's function: a result names the call's id, and with some clients the item's."""
         call_id = "call_id" if fields.get("call_id") or not fields.get("id") else "id"
         self.names[_text(fields, call_id, place)] = name
         if isinstance(fields.get("id"), str):
@@ -226,7 +226,7 @@ class _Reader:
         return [tool_result(name, as_text(self._readable(output, f"{place}.output"), f"{place}.output"))]
 
     def _readable(self, output: Any, place: str) -> Any:
-        """The output with a sentence in the place of each part that is no text."""
+        """Returns the output with a sentence in place of each part that is no text."""
         if not isinstance(output, list):
             return output
         parts = []
@@ -239,7 +239,7 @@ class _Reader:
         return parts
 
     def _mcp(self, place: str, fields: Mapping[str, Any]) -> list[Message]:
-        """A call that another server made, with its result."""
+        """Converts a call that another server made, with its result."""
         name = self.tools.flat_name(_text(fields, "name", place), fields.get("server_label"))
         result = [fields[field] for field in ("output", "error") if fields.get(field) is not None]
         texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in result]
@@ -270,7 +270,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _search_arguments(text: str) -> Json:
-    """`arguments` of a search, an object; a text that is none is what is looked for."""
+    """Parses a search's `arguments`; a text that is no object becomes the search term."""
     try:
         given = json.loads(text)
     except ValueError:
@@ -278,7 +278,7 @@ def _search_arguments(text: str) -> Json:
     return {"arguments": given if isinstance(given, dict) else {"query": text}}
 
 
-# kind of an item -> what its id and the events of its text begin with
+# kind of an item -> prefixes of its id and of the events of its text
 _SPELLED = {
     Kind.REASONING: ("rs", "response.reasoning_text"),
     Kind.ANSWER: ("msg", "response.output_text"),
@@ -290,7 +290,7 @@ _SPELLED = {
 
 @dataclass(slots=True)
 class Item:
-    """An item of a response: a part of the turn that the client sees. index: its place. tool: of a call."""
+    """A response's item: a part of the turn that the client sees. index: its place. tool: of a call."""
 
     part: Part
     index: int
@@ -315,14 +315,14 @@ class Item:
         return custom_input(self.part.text) if self.custom else self.part.text
 
     def content(self, empty: bool = False) -> Json:
-        """The content of reasoning or an answer; empty: as it begins."""
+        """Returns the content of reasoning or an answer; empty: as it begins."""
         text = "" if empty else self.part.text
         if self.part.kind is Kind.REASONING:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": [] if empty else [*self.logprobs]}
 
     def json(self, with_encoded: bool, empty: bool = False) -> Json:
-        """with_encoded: reasoning has its text in `encrypted_content` too. empty: as the item begins."""
+        """with_encoded: reasoning repeats its text in `encrypted_content`. empty: as the item begins."""
         complete = None if empty else self.part.complete
         own: Json = {"id": self.id, "status": {None: "in_progress", True: "completed", False: "incomplete"}[complete]}
         if self.tool is not None:

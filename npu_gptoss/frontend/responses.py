@@ -1,8 +1,8 @@
-"""/v1/responses: OpenAI's request to what it asks of the model, and an engine's steps to items and their events.
+"""/v1/responses: reads OpenAI's request, and turns an engine's steps into items and their events.
 
-A streamed item is the item of the final response: same id, same text, same status. The events are those of OpenAI's
-specification, in its order: `output_item.added`, the parts' or the arguments' own, `output_item.done`; at the end
-`response.completed`, `.incomplete` when the output was cut off, `.failed` with the reason when generating failed.
+A streamed item equals the item of the final response: same id, text and status. The events follow OpenAI's
+specification and order: `output_item.added`, the events of the parts or arguments, `output_item.done`; at the end
+`response.completed`, `.incomplete` if the output was cut off, `.failed` with the reason if generating failed.
 
 Fields of a request that this module does not read go to the engine in `sampling`, under the names of chat completions;
 tests/serving/openai/test_ledger.py has every field of every release of vLLM under one of the tables below.
@@ -31,7 +31,7 @@ from npu_gptoss.harmony.parser import Kind
 
 Json = dict[str, Any]
 LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
-INCLUDED = {ENCODED := "reasoning.encrypted_content", LOGPROBS := "message.output_text.logprobs"}  # what `include` has
+INCLUDED = {ENCODED := "reasoning.encrypted_content", LOGPROBS := "message.output_text.logprobs"}  # known in `include`
 
 # Fields of a request that this module reads. The engine does not see them.
 READ = {
@@ -48,14 +48,14 @@ PASSED = {
 }
 # Fields by which the server stores and schedules.
 STORED = {"stream", "background", "store", "previous_response_id", "request_id"}
-# Fields that change nothing here, by OpenAI's or vLLM's own description of them, or that only other models have.
-# max_tool_calls counts calls of hosted tools, which this server runs none of. The answer repeats some of them.
+# Fields that change nothing here, as OpenAI or vLLM describes them, or that apply to other models only.
+# max_tool_calls counts calls of hosted tools, which this server does not run. The answer repeats some of them.
 WITHOUT_EFFECT = {
     *("user", "metadata", "service_tier", "truncation", "max_tool_calls", "stream_options", "moderation"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier", "client_metadata"),
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
 }
-# field -> what is expected in its place
+# field -> the expected value
 REFUSED = {
     "conversation": "the conversation's items in input, or previous_response_id: this server keeps no conversations",
     "prompt": "instructions and input: this server keeps no prompt templates",
@@ -83,7 +83,7 @@ class Request:
 
 
 def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Conversation | None = None) -> Request:
-    """A request of /v1/responses. previous: the stored conversation that it goes on with.
+    """Reads a request of /v1/responses. previous: the stored conversation that it continues.
 
     Raises ConversationError, which names the field.
     """
@@ -103,7 +103,7 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
     tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel, more=tools_of(given))
     before = previous or Conversation(_harmony_messages(body))
     if given == "" and before.turns and previous is None:
-        given = []  # the messages are the input
+        given = []  # the input comes from the messages
     history = read_input(given, tools, before, warnings)
     instructions = body.get("instructions")
     if not history.turns and not instructions:
@@ -139,7 +139,7 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
 
 
 def _check(body: Mapping[str, Any]) -> None:
-    """Raises ConversationError for a field of another type than expected, as far as nothing else looks at it."""
+    """Raises ConversationError for a field of the wrong type that no other function checks."""
     for name, expected in REFUSED.items():
         if name in body:
             raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
@@ -157,7 +157,7 @@ def _check(body: Mapping[str, Any]) -> None:
         "background": (not body.get("background") or body.get("store") is not False, "false where store is false"),
         "previous_input_messages": (
             not (body.get("previous_input_messages") and "previous_response_id" in body),
-            "nothing beside previous_response_id",
+            "no value together with previous_response_id",
         ),
     }
     for name, (good, expected) in checks.items():
@@ -166,7 +166,7 @@ def _check(body: Mapping[str, Any]) -> None:
 
 
 def _structure(body: Mapping[str, Any]) -> Structure:
-    """The structure of `text.format`, or of vLLM's own fields."""
+    """Returns the structure of `text.format`, or of vLLM's own fields."""
     asked, other = structure_of_format(body.get("text", {}).get("format"), "text.format"), structure_of(body)
     if asked and other:
         raise ConversationError(
@@ -185,9 +185,9 @@ def _sampling(body: Mapping[str, Any], include: set[str]) -> Json:
 
 
 def _harmony_messages(body: Mapping[str, Any]) -> list[Message]:
-    """vLLM's `previous_input_messages`: messages of harmony, as `enable_response_messages` puts them into a response.
+    """Reads vLLM's `previous_input_messages`: harmony messages, as `enable_response_messages` writes them.
 
-    Their system turns are dropped: this request has its own.
+    Drops their system turns, because this request has its own.
     """
     found = []
     for number, given in enumerate(body.get("previous_input_messages", ())):
@@ -203,10 +203,10 @@ def _harmony_messages(body: Mapping[str, Any]) -> list[Message]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server says of a response. prompt_tokens: how many. stored: whether it is kept.
+    """The server's facts for a response. prompt_tokens: how many. stored: True if the server keeps it.
 
-    sampled: the values of temperature, top_p, … that the engine samples by. logprobs: the front end's piece, and which
-    of its tokens, to OpenAI's form.
+    sampled: the engine's values of temperature, top_p, … logprobs: maps the front end's piece, and which of its tokens,
+    to OpenAI's form.
     """
 
     id: str
@@ -226,7 +226,7 @@ class Answer:
         self._items: dict[int, Item] = {}  # by the number of their part
         self._hidden: set[int] = set()
         self._number = 0  # of the next event
-        self._logprobs: list[Json] = []  # of text that is not sent yet
+        self._logprobs: list[Json] = []  # of text not yet sent
         self._cached_tokens = 0
         self._extra: Json = {}
         self._about = _about(request, facts)
@@ -245,11 +245,11 @@ class Answer:
         }
 
     def response(self, status: str) -> Json:
-        """The response before it has an output."""
+        """Returns the response before it has an output."""
         return self._about | {"status": status}
 
     def ended(self) -> Json:
-        """The response at its end."""
+        """Returns the response at its end."""
         if self.sample.finish is None:
             self._read_events(self.turn.end("abort"), None)
         status = {"length": "incomplete", "abort": "cancelled", None: "cancelled"}.get(self.sample.finish, "completed")
@@ -266,14 +266,14 @@ class Answer:
         return response
 
     def failed(self, error: Exception) -> Json:
-        """The response when generating has ended with an error."""
+        """Returns the response after an error ended the generation."""
         self._read_events(self.turn.end("error"), None)
         code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
         about = {"code": code, "message": str(error) or type(error).__name__}
         return self._about | {"status": "failed", "output": self.items(), "error": about}
 
     def conversation(self) -> Conversation:
-        """What a request with this response's id as its previous_response_id goes on with."""
+        """Returns the conversation for a request with this response's id as its previous_response_id."""
         history = self.request.history
         names = {item.call_id: item.part.name or "" for item in self._items.values() if item.tool is not None}
         items = {item.id: item.json(self.request.encoded) for item in self._items.values()}
@@ -281,7 +281,7 @@ class Answer:
         return Conversation(turns, {**history.names, **names}, {**history.items, **items})
 
     def _written(self) -> list[Message]:
-        """The turn as harmony messages, without calls that the client does not see."""
+        """Returns the turn as harmony messages, without calls that the client does not see."""
         parts = [part for part in self.turn.parts if part.kind is not Kind.CALL or part.number in self._items]
         return [
             tool_call(part.name or "", part.text) if part.kind is Kind.CALL else said(part.text, part.kind.value)
@@ -289,14 +289,14 @@ class Answer:
         ]
 
     async def whole(self, steps: AsyncIterator[Step]) -> Json:
-        """The response in one piece."""
+        """Returns the whole response."""
         async with aclosing(steps_until_done(steps, [self.sample])) as given:
             async for step in given:
                 self._read(step, None)
         return self.ended()
 
     async def events(self, steps: AsyncIterator[Step]) -> AsyncGenerator[Json, None]:
-        """The events of a stream. An error of the engine passes through: `last` has the event that tells it."""
+        """Yields the events of a stream. An error of the engine passes through; `last` makes the event for it."""
         begun = self.response("in_progress")
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
@@ -309,13 +309,13 @@ class Answer:
         yield self.last(self.ended())
 
     def last(self, response: Json) -> Json:
-        """The event with the response at its end."""
+        """Returns the last event, which has the final response."""
         status = response["status"]
-        name = status if status in ("completed", "incomplete") else "failed"  # no event tells a cancelled one
+        name = status if status in ("completed", "incomplete") else "failed"  # a cancelled response has no event
         return self._event(f"response.{name}", response=response)
 
     def _read(self, step: Step, told: list[Json] | None) -> None:
-        """told: gets the events of a stream; None for a whole answer."""
+        """told: collects the events of a stream; None for a whole answer."""
         self._cached_tokens = self._cached_tokens or step.cached_tokens or 0
         if step.extra:
             self._extra |= step.extra
@@ -344,7 +344,7 @@ class Answer:
                 self._tell(event, item, logprobs, told)
 
     def _item(self, part: Part) -> Item | None:
-        """The item of a part; None where the client does not see it."""
+        """Returns a part's item; None if the client does not see it."""
         item = self._items.get(part.number)
         if item is not None or part.number in self._hidden:
             return item
@@ -366,7 +366,7 @@ class Answer:
         return {"type": name, "sequence_number": self._number - 1, **fields}
 
     def _tell(self, event: Event, item: Item, logprobs: list[Json], told: list[Json]) -> None:
-        """The events of a stream for one of the turn's."""
+        """Adds the stream's events for an event of the turn."""
         of: Json = {"item_id": item.id, "output_index": item.index}
         place = {"output_index": item.index}
         custom = item.custom
@@ -380,7 +380,7 @@ class Answer:
             return
         own = {"logprobs": logprobs} if item.part.kind is Kind.ANSWER else {}
         if event.what == "more":
-            if custom or not item.event:  # known at the end of the call
+            if custom or not item.event:  # sent when the call is complete
                 return
             last = told[-1] if told else {}
             if last.get("item_id") == of["item_id"] and "delta" in last:
@@ -396,7 +396,7 @@ class Answer:
             told.append(self._event(f"{item.event}.done", **of, input=text))
         elif not item.event:
             pass
-        elif item.tool is not None:  # newer clients want the name, older ones leave it aside
+        elif item.tool is not None:  # newer clients need the name, older clients ignore it
             told.append(self._event(f"{item.event}.done", **of, arguments=item.text, name=item.tool.own_name))
         else:
             own = {"logprobs": [*item.logprobs]} if own else {}
@@ -406,7 +406,7 @@ class Answer:
 
 
 def _one_by_one(piece: Piece) -> list[Piece]:
-    """A piece for each token, so that its log-probability finds the item of its text."""
+    """Splits a piece by token, so that each log-probability finds the item of its text."""
     last = len(piece.token_ids) - 1
     if last < 1:
         return [piece]
@@ -418,7 +418,7 @@ def _one_by_one(piece: Piece) -> list[Piece]:
 
 
 def _about(request: Request, facts: Facts) -> Json:
-    """The response's fields that do not change. What the client did not ask for has OpenAI's own value."""
+    """Returns the response's constant fields. A field that the client left out has OpenAI's default."""
     body, sampled = request.body, facts.sampled
     about = {
         "id": facts.id,

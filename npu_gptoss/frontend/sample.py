@@ -1,4 +1,4 @@
-"""One sample of an answer: the turn that its tokens make, and why it ended."""
+"""One sample of an answer: the turn that its tokens make, and its finish reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from npu_gptoss.harmony.parser import Kind
 
 @dataclass
 class Sample:
-    """finish: "stop", "length" or another reason of the engine's, None while it goes on; called: it ends in calls.
+    """finish: "stop", "length" or another reason of the engine, None while it goes on; called: it ends in calls.
 
-    tokens: how many were generated. answer: which tokens of the last piece are text of the answer.
+    tokens: how many were generated. answer: the tokens of the last piece that are text of the answer.
     """
 
     turn: Turn
@@ -26,7 +26,7 @@ class Sample:
     answer: list[int] = field(default_factory=list)
 
     def read(self, piece: Piece) -> list[Event]:
-        """The events of new tokens. What the engine writes behind a stop string is dropped."""
+        """Returns the events of new tokens. Drops tokens that the engine writes after a stop string."""
         turn = self.turn
         events: list[Event] = []
         self.answer = []
@@ -50,8 +50,8 @@ class Sample:
 
 
 async def steps_until_done(steps: AsyncIterator[Step], samples: Sequence[Sample]) -> AsyncGenerator[Step, None]:
-    """The steps until every sample has ended. Where a stop string ended one, closing the engine's generator ends its
-    request, too; else the generator ends by itself: an engine takes a closed one for a client that has left."""
+    """Yields steps until every sample has ended. If a stop string ended a sample, closing the engine's generator ends
+    its request, too; else the generator ends normally: an engine takes an early close for a client that has left."""
     async with aclosing(steps):
         async for step in steps:
             yield step

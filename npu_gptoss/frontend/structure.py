@@ -1,7 +1,7 @@
-"""What an answer is held to: the format that a request asks for, and calls that it forces.
+"""Constraints on an answer: the format that a request asks for, and calls that it forces.
 
 A structure is a mapping with the names of vLLM's StructuredOutputsParams: one of KINDS, and options. It applies to the
-text of the answer; an engine whose grammar begins with the turn puts harmony's framing around it (`serving/openai/`).
+text of the answer; for an engine whose grammar begins with the turn, `serving/openai/` adds harmony's framing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class Structure:
-    """fields: {} where the answer is free. param: the field of the request that asks for it.
+    """fields: {} if the answer is free. param: the field of the request that asks for it.
 
-    calls: the fields describe calls that the model writes as its answer, which an engine may ask for in another way.
+    calls: the fields describe calls that the model writes as its answer; an engine may have another way to force them.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -39,9 +39,9 @@ class Structure:
 
 
 def structure_of_format(given: Any, param: str) -> Structure:
-    """The structure of chat's `response_format`, `text.format` of /v1/responses and Anthropic's `output_config.format`.
+    """Reads chat's `response_format`, `text.format` of /v1/responses or Anthropic's `output_config.format`.
 
-    The last two have the schema beside the type, the first within `json_schema`.
+    Chat has the schema within `json_schema`, the other two next to the type.
     """
     if given is None:
         return Structure()
@@ -63,7 +63,7 @@ def structure_of_format(given: Any, param: str) -> Structure:
 
 
 def structure_of(body: Mapping[str, Any]) -> Structure:
-    """The structure that a request of chat or completions asks for. Raises ConversationError for two at once."""
+    """Reads the structure that a request of chat or completions asks for. Raises ConversationError for two at once."""
     found = [structure_of_format(body.get("response_format"), "response_format")]
     given = body.get("structured_outputs")
     if given is not None and not isinstance(given, Mapping):
@@ -101,9 +101,9 @@ def _asked(given: Mapping[str, Any], param: str) -> Structure:
 
 
 def forced_structure(tools: Tools, asked: Structure) -> Structure:
-    """`asked`, or the structure of the calls that `tool_choice` forces, which `turn.forced_calls` reads.
+    """Returns `asked`, or the structure of the calls that `tool_choice` forces, which `turn.forced_calls` reads.
 
-    Raises ConversationError where both are wanted, and for two different definitions under one name of `$defs`.
+    Raises ConversationError if both are given, and for two different definitions under one name of `$defs`.
     """
     choice = tools.choice
     if choice.mode not in ("required", "function"):

@@ -1,10 +1,10 @@
-"""Tools of a request: what the model is offered, and how its calls are given back in the words of the API.
+"""Tools of a request: the functions that the model is offered, and their calls in the form of the API.
 
-gpt-oss calls functions. A function is offered as it is. A `custom` tool is offered as a function of one string,
-`input`. The functions of a `namespace` are offered as `NAMESPACE__FUNCTION` and given back with their namespace. A
+gpt-oss calls functions. A function is offered unchanged. A `custom` tool is offered as a function of one string,
+`input`. The functions of a `namespace` are offered as `NAMESPACE__FUNCTION` and returned with their namespace. A
 `tool_search` that the client runs is a function of that name. Hosted tools, which OpenAI's or Anthropic's own servers
-run, and tools that only their models know (`local_shell`, …) are left out with a warning: agents send them beside their
-functions in every request. A request that forces one is refused.
+run, and tools that only their models know (`local_shell`, …) are left out with a warning, because agents send them with
+their functions in every request. A request that forces one is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ANTHROPIC = ("bash", "text_editor", "str_replace_editor", "memory", "web_fetch"
 SEPARATOR = "__"
 SEARCH = "tool_search"
 OWN_NAMESPACE = "functions"  # harmony's, in which all functions are: Codex spells it out
-# type of a part of a tool's result -> the text in its place: a picture must not end an agent's conversation
+# type of a part of a tool's result -> the text in its place, so that a picture does not end an agent's conversation
 UNREADABLE = {
     kind: f"({what}, which this model cannot read)"
     for what, kinds in {
@@ -59,14 +59,14 @@ class Tool:
 
     @property
     def function(self) -> dict[str, Any]:
-        """As OpenAI's chat API has it."""
+        """Returns the function as OpenAI's chat API has it."""
         own = {"name": self.name, "description": self.description, "parameters": self.parameters, "strict": self.strict}
         return {"type": "function", "function": {name: value for name, value in own.items() if value is not None}}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `tool_choice` says. tool: the one that must be called, where mode is "function"."""
+    """A `tool_choice`. tool: the one that must be called, if mode is "function"."""
 
     mode: Literal["auto", "none", "required", "function"] = "auto"
     tool: Tool | None = None
@@ -74,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request that the model may see. warnings: a sentence for each that is left out."""
+    """The tools of a request that the model may see. warnings: a sentence for each tool that is left out."""
 
     offered: tuple[Tool, ...] = ()
     choice: Choice = field(default_factory=Choice)
@@ -87,21 +87,21 @@ class Tools:
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """What the prompt shows: nothing where no tool may be called."""
+        """Returns the functions for the prompt: none if no tool may be called."""
         return [] if self.choice.mode == "none" else [tool.function for tool in self.offered]
 
     @property
     def characters(self) -> int:
-        """About how long the tools are in a prompt."""
+        """Returns the approximate length of the tools in a prompt."""
         return sum(len(repr(tool.parameters)) + len(tool.description or "") for tool in self.offered)
 
     def called(self, name: str) -> Tool:
-        """The tool of a call; a function of that name, when the model calls one that is not offered."""
+        """Returns the tool of a call; a plain function if the model calls a name that is not offered."""
         found = next((tool for tool in self.offered if tool.name == name), None)
         return found or Tool(name, name, "tools")
 
     def flat_name(self, name: str, namespace: str | None = None) -> str:
-        """The name by which the model knows a function that the client names."""
+        """Returns the model's name for a function that the client names."""
         if namespace:
             return _joined(namespace, name)
         found = [tool.name for tool in self.offered if tool.own_name == name]
@@ -115,7 +115,7 @@ def _joined(namespace: str, name: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool from the arguments that the model wrote, which may be the input itself."""
+    """Returns a custom tool's input from the model's arguments, which may be the input without its object."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -128,10 +128,10 @@ def custom_input(arguments: str) -> str:
 
 
 def read_tools(given: Any, choice: Any = None, *, parallel: bool = True, more: Sequence[tuple[str, Any]] = ()) -> Tools:
-    """`tools`, `tool_choice` and `parallel_tool_calls` of chat and of /v1/responses.
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls` of chat and of /v1/responses.
 
-    more: path and tool of each that an input item adds; a name that is known already is not added again. Raises
-    ConversationError, which names the field, for a tool of an unknown type and for a choice that cannot be met.
+    more: path and tool of each tool that an input item adds; known names are not added again. Raises ConversationError,
+    which names the field, for a tool of an unknown type and for a choice that cannot be met.
     """
     if (given is not None and not isinstance(given, Sequence)) or isinstance(given, str):
         raise ConversationError(f"tools: expected a list of tools, got {given!r:.80}.", "tools")
@@ -143,7 +143,7 @@ def read_tools(given: Any, choice: Any = None, *, parallel: bool = True, more: S
     for tool in offered:
         if tool.name in seen:
             raise ConversationError(
-                f"{tool.place}: the name {tool.name!r:.80} is that of {seen[tool.name].place} too; rename one.",
+                f"{tool.place}: {seen[tool.name].place} has the name {tool.name!r:.80} too; rename one.",
                 tool.place,
             )
         seen[tool.name] = tool
@@ -183,7 +183,7 @@ def _read_tool(
 
 
 def names_of(tools: Sequence[Any], place: str) -> list[str]:
-    """The names under which the model is offered these tools. place: of their list."""
+    """Returns the names under which the model is offered these tools. place: of their list."""
     found: list[Tool] = []
     for number, tool in enumerate(tools):
         _read_tool(tool, f"{place}[{number}]", found, [])
@@ -191,7 +191,7 @@ def names_of(tools: Sequence[Any], place: str) -> list[str]:
 
 
 def is_hosted(kind: Any) -> bool:
-    """Whether a tool of this type is run by its inventor's servers, or known to its inventor's models alone."""
+    """True for a tool type that its vendor's servers run, or that only its vendor's models know."""
     if not isinstance(kind, str):
         return False
     words, _, date = kind.rpartition("_")
@@ -226,7 +226,7 @@ def _callable(tool: Json, kind: str, place: str, namespace: str | None, about: s
 
 
 def _format(given: Any, place: str) -> dict[str, str] | None:
-    """The grammar of a custom tool's input as {"syntax", "definition"}; None for any text."""
+    """Returns the grammar of a custom tool's input as {"syntax", "definition"}; None for any text."""
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind in (None, "text"):
         return None
@@ -248,7 +248,7 @@ def _name(fields: Json, place: str) -> str:
 
 
 def _chosen(offered: list[Tool], choice: Any, parallel: bool, warnings: list[str]) -> Tools:
-    """The tools under a `tool_choice`, as chat, /v1/responses and deprecated `function_call` spell it."""
+    """Applies a `tool_choice` in the spelling of chat, /v1/responses or deprecated `function_call`."""
 
     def tools(mode: str, only: Sequence[Tool] = offered, tool: Tool | None = None) -> Tools:
         if mode == "required" and not only:

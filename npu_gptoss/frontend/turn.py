@@ -1,14 +1,14 @@
 """Reads one turn of the model, token by token, and emits its parts as soon as their text cannot change.
 
-Every API, streamed and whole, reads a turn through this class, so that they cannot differ: a stream sends the events as
-they come, a whole answer looks at the parts at the end. A part is reasoning, answer or call (`Kind`). `Reading` holds
-what a request says about reading its answer:
+Every API, streamed and whole, reads a turn through this class, so that they agree: a stream sends the events as they
+come, a whole answer reads the parts at the end. A part is reasoning, answer or call (`Kind`). `Reading` holds a
+request's rules for its answer:
 
-* choice "none": the model calls no tool. A call that it writes all the same is an answer.
-* choice "required" or "function": where the engine holds the *answer* to a grammar of calls, that answer is kept until
-  its end and becomes calls. When it is none (cut off, or no JSON) it stays an answer.
-* stop strings end the answer. They are not looked for in reasoning, headers or arguments, where the same letters mean
-  nothing to the client. Text that may be the beginning of one waits.
+* choice "none": the model must call no tool. A call that it writes nevertheless becomes an answer.
+* choice "required" or "function": if the engine constrains the *answer* to a grammar of calls, the answer is kept until
+  its end and becomes calls. If it is not valid (cut off, or no JSON) it stays an answer.
+* stop strings end the answer. They have no effect in reasoning, headers and arguments, where the same letters mean
+  nothing to the client. Text that may be the beginning of a stop string waits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from npu_gptoss.harmony.parser import Kind, TolerantParser, function_of, kind_of
 
 @dataclass(frozen=True)
 class Reading:
-    """What a request says about how its answer is read.
+    """A request's rules for reading its answer.
 
-    function: the one that must be called, where choice is "function"; its answer is the arguments, or with raw_input
-    the text that is its only argument. min_tokens: in the text of so many first tokens no stop string is looked for.
-    functions: the names that the request offers.
+    function: the one that must be called, if choice is "function"; its answer is the arguments, or with raw_input the
+    text that is its only argument. min_tokens: stop strings have no effect in the text of the first tokens up to this
+    number. functions: the names that the request offers.
     """
 
     choice: Literal["auto", "none", "required", "function"] = "auto"
@@ -47,7 +47,7 @@ class Reading:
 
 @dataclass
 class Part:
-    """One message of the turn; `text` is what has been emitted of it. `complete`: None while the model writes it."""
+    """A message of the turn; `text` is the emitted part. `complete`: None while the model writes it."""
 
     number: int
     kind: Kind
@@ -66,7 +66,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _members(text: str, i: int) -> tuple[dict[str, str], int]:
-    """The members of the JSON object at text[i], each value as it is written there, and the place after the object."""
+    """Returns the members of the JSON object at text[i] with their values as written, and the index after it."""
     decode = json.JSONDecoder().raw_decode
     members = {}
     if text[i] != "{":
@@ -87,9 +87,9 @@ def _members(text: str, i: int) -> tuple[dict[str, str], int]:
 
 
 def forced_calls(reading: Reading, content: str) -> list[tuple[str, str]]:
-    """Name and arguments of the calls that `structure.forced_schema` made the model write as its answer.
+    """Returns name and arguments of the calls that `structure.forced_schema` made the model write as its answer.
 
-    Empty when the answer is no such JSON. The arguments are the model's own text.
+    Empty if the answer is no such JSON. The arguments are the model's own text.
     """
     if not reading.forced:
         return []
@@ -109,7 +109,7 @@ def forced_calls(reading: Reading, content: str) -> list[tuple[str, str]]:
 
 
 class _StopStrings:
-    """Cuts a text that comes in pieces at the first stop string, and holds back a possible beginning of one."""
+    """Cuts a text that comes in pieces at the first stop string, and holds back a possible beginning of it."""
 
     def __init__(self, reading: Reading) -> None:
         self._stop = reading.stop
@@ -118,7 +118,7 @@ class _StopStrings:
         self._longest = max(map(len, reading.stop), default=1) - 1
 
     def more(self, text: str, looked_for: bool) -> tuple[str, str | None]:
-        """The text that can be emitted now, and the stop string that ended it."""
+        """Returns the text that can be emitted now, and the stop string that ended it."""
         if not self._stop:
             return text, None
         if not looked_for:
@@ -152,16 +152,16 @@ class _Open:
     name: str | None
     waits: bool  # for its end: it may be a forced call
     stops: _StopStrings
-    read: list[str] = field(default_factory=list)  # all of its text
-    part: Part | None = None  # once something of it is emitted
+    read: list[str] = field(default_factory=list)  # the complete text
+    part: Part | None = None  # set once a part of it is emitted
 
 
 @dataclass
 class Turn:
     """Reads a turn: `feed` its tokens one by one, then `end` it; both return the new events.
 
-    After a stop string (`stopped`) further tokens are dropped. `kind`: to which part the last token's text belongs;
-    None for a token of the format itself. `reasoning_tokens`: how many tokens were text of reasoning.
+    After a stop string (`stopped`) further tokens are dropped. `kind`: the part of the last token's text; None for a
+    token of the format. `reasoning_tokens`: how many tokens were text of reasoning.
     """
 
     parser: TolerantParser
@@ -175,7 +175,7 @@ class Turn:
     _over: bool = False
 
     def begin(self, header: Iterable[int]) -> None:
-        """Read the header of a message whose first text is in the prompt: the model only goes on with it."""
+        """Reads the header of a message whose first text is in the prompt and which the model continues."""
         for token in header:
             self.parser.process(token)
         self._open = self._begun(self.parser.current_channel, self.parser.current_recipient)
@@ -206,7 +206,7 @@ class Turn:
         return events
 
     def end(self, finish_reason: str | None) -> list[Event]:
-        """The generation is over. A part that its reason ("stop" or another) cut off is not complete."""
+        """Ends the generation. A part that its reason ("stop" or another) cut off is not complete."""
         events: list[Event] = []
         if self._over or self.stopped is not None:
             self._over = True
@@ -222,14 +222,14 @@ class Turn:
         return events
 
     def read(self, tokens: Iterable[int], finish_reason: str | None = None) -> Turn:
-        """Read a whole turn."""
+        """Reads a whole turn."""
         for token in tokens:
             self.feed(token)
         self.end(finish_reason)
         return self
 
     def texts(self, kind: Kind) -> str | None:
-        """The text of all parts of a kind, each on a line of its own; None without one."""
+        """Returns the text of all parts of a kind, each on a separate line; None without a part."""
         parts = [part.text for part in self.parts if part.kind is kind]
         return "\n".join(filter(None, parts)) if parts else None
 
@@ -239,7 +239,7 @@ class Turn:
 
     @property
     def called(self) -> bool:
-        """Whether the client is to make calls: there are some, and all of them are written to their end."""
+        """True if the client must run calls: the turn has some, and all are complete."""
         calls = self.calls
         return bool(calls) and all(call.complete for call in calls)
 
@@ -267,7 +267,7 @@ class Turn:
             self._ended(message, True, events)
 
     def _close(self, text: str, complete: bool, events: list[Event]) -> None:
-        """The message has this text in the end: half a character comes only now."""
+        """Sets the message's final text: an incomplete character becomes text only now."""
         message = self._open
         read = "".join(message.read)
         if text.startswith(read):
@@ -289,7 +289,7 @@ class Turn:
         if rest:
             self._emit(message, rest, events)
         elif message.kind is Kind.CALL or (complete and message.kind is Kind.ANSWER):
-            self._part_of(message, events)  # the model did answer, with an empty text
+            self._part_of(message, events)  # the model answered with an empty text
         self._ended(message, complete, events)
 
     def _part_of(self, message: _Open, events: list[Event]) -> Part:

@@ -1,8 +1,8 @@
 """vLLM's attention backend interface over `npu_gptoss.attention`.
 
-The backend is handed to each `Attention` layer by our own model, so that no platform hook is needed. vLLM must not see
-the sliding window (it would open a second KV-cache group, which its CPU runner and vllm-ascend 0.11.0 refuse), so the
-window reaches the implementation as an argument of our own, beside the sinks.
+Our model passes the backend to each `Attention` layer, so no platform hook is needed. vLLM must not see the sliding
+window: it would open a second KV-cache group, which its CPU runner and vllm-ascend 0.11.0 refuse. The window is
+therefore a separate argument of the implementation, as the sinks are.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from npu_gptoss.serving.lines.vllm import (
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-BLOCK = 128  # tokens of a block of the KV cache, where the log asks for a kernel before there is a cache
+BLOCK = 128  # tokens of a KV cache block, for the log's kernel choice before the cache exists
 
 
 class SinkAttentionBackend(AttentionBackend):
-    """Paged attention with sinks and windows on any device on which `npu_gptoss.attention` has a kernel."""
+    """Paged attention with sinks and windows on any device that has a kernel in `npu_gptoss.attention`."""
 
     accept_output_buffer = True
 
@@ -67,9 +67,9 @@ class SinkAttentionBackend(AttentionBackend):
 
 
 def step_metadata(common_prefix_len: int, common: CommonAttentionMetadata) -> AttentionMetadata:
-    """A step of the scheduler, of its real requests and tokens only (padding is left out)."""
+    """Returns a scheduler step with its real requests and tokens only, without padding."""
     if common_prefix_len:
-        raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) knows no sinks")
+        raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) supports no sinks")
     query_start_loc, seq_lens = host_lengths(common)
     return AttentionMetadata(
         query_start_loc=query_start_loc,
@@ -80,9 +80,9 @@ def step_metadata(common_prefix_len: int, common: CommonAttentionMetadata) -> At
 
 
 class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
-    """One scheduler step in host integers, so that no kernel copies lengths back from the device."""
+    """Builds a scheduler step in host integers, so that no kernel copies lengths from the device."""
 
-    reorder_batch_threshold = None  # any order of prefills and decodes will do
+    reorder_batch_threshold = None  # prefills and decodes may come in any order
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -104,7 +104,7 @@ class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
 
 
 class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
-    """One layer's attention: checks at construction and after loading that its sinks and its window are there."""
+    """One layer's attention: checks at construction and after loading that its sinks and its window are present."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         **unknown: object,
     ) -> None:
         """`sinks` [num_heads] is the layer's parameter; `window` counts the visible keys including the token's own,
-        None on a full layer; `owner` names the layer in errors. Whatever would silently be dropped raises
-        InputError."""
+        None on a full layer; `owner` names the layer in errors. Raises InputError for options that would silently be
+        dropped."""
         refused = {
             "alibi_slopes": alibi_slopes is not None,
             f"sliding_window={sliding_window} (the window comes as `window`)": sliding_window is not None,
@@ -158,7 +158,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         self.kernels = LayerKernels(window)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Called by vLLM once the weights are there: a sink that was never written is NaN (see model.py)."""
+        """vLLM calls it after loading: a sink that was never written is NaN (see model.py)."""
         if not torch.isfinite(self.sinks).all():
             raise InputError(
                 f"{self.owner}.sinks was not filled by the checkpoint, or is not finite", field=f"{self.owner}.sinks"
@@ -167,7 +167,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
             logger.info("%s", self.what_serves(act_dtype))
 
     def what_serves(self, dtype: torch.dtype) -> str:
-        """A sentence for the log; the experts' kernels are chosen before attention's layers are looked at."""
+        """Returns a sentence for the log. The experts' kernels are chosen before attention layers are processed."""
         query = torch.empty(1, self.num_heads, self.head_size, dtype=dtype, device="meta")
         cache = torch.empty(1, BLOCK, self.num_kv_heads, self.head_size, dtype=dtype, device="meta")
         _, attention = LayerKernels(self.window).of(query, cache, self.sinks)
@@ -190,8 +190,8 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query, output [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]; kv_cache as in
-        `get_kv_cache_shape`. Rows past the step's tokens are padding: whatever they hold, their output is zero.
-        Without metadata (vLLM's profile run has no cache yet) all of the output is zero."""
+        `get_kv_cache_shape`. Rows past the step's tokens are padding: their output is zero. Without metadata (vLLM's
+        profile run has no cache yet) all of the output is zero."""
         if output is None or output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("gpt-oss attention writes into the caller's buffer, in the model's dtype")
         if attn_metadata is None:

@@ -1,6 +1,6 @@
-"""Whether the experts of an MXFP4 checkpoint stay packed in this server: decided once, before anything is allocated.
+"""Decides once, before any allocation, to keep the experts of an MXFP4 checkpoint packed or to expand them.
 
-On Ascend by memory (`npu_gptoss.model.device_memory`), by the variable where it says; elsewhere by the variable alone.
+On Ascend memory decides (`npu_gptoss.model.device_memory`) unless the variable does; elsewhere only the variable.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ON_ASCEND, EXPANDS = "moe.experts.ascend_packed", "moe.expand.triton_ascend"
 
 
 def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
-    """Raises InputError where the variable asks for what cannot be had, and where no way fits the card's memory."""
+    """Raises InputError if the variable's choice is impossible, or if no choice fits the card's memory."""
     wish, device = envs.get(VARIABLE), current_platform.device_type
     stage = get_pp_group()
     parts, (first, end) = expert_share(vllm_config)
@@ -70,7 +70,7 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
         objection=objection,
         wish=wish,
     )
-    # From vLLM 0.23 on: a length of -1 (auto) becomes what fits, and a given cache goes before the utilisation.
+    # From vLLM 0.23 on a length of -1 (auto) is set to fit, and a given cache size overrides the utilisation.
     vllm_reckons_otherwise = getattr(model, "original_max_model_len", None) == -1 or cache.kv_cache_memory_bytes
     if choice.hopeless and wish == AUTO and not vllm_reckons_otherwise:
         ways = "expanded" if objection else "expanded or packed"
@@ -84,14 +84,14 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
         logger.info("%s.", choice.sentence())
         if choice.packed and envs.get(expert_format.VARIABLE) == "nz":
             logger.warning(
-                "%s=nz: experts that stay packed are expanded in ND; for FRACTAL_NZ set %s=expanded.",
+                "%s=nz: packed experts are expanded in ND; for FRACTAL_NZ set %s=expanded.",
                 *(expert_format.VARIABLE, VARIABLE),
             )
     return choice.packed
 
 
 def objection_of(config: GptOssConfig, part: Part, dtype: torch.dtype, device: str) -> str:
-    """Why the experts cannot stay packed, as what was got and what to do; "" where they can."""
+    """Returns why the experts cannot stay packed, as actual value and remedy; "" if they can."""
     if config.quantization is None:
         return f"these experts are not in MXFP4; take the official checkpoint, or leave {VARIABLE} unset"
     if device != "npu":
@@ -107,8 +107,8 @@ def objection_of(config: GptOssConfig, part: Part, dtype: torch.dtype, device: s
         expert_parallel=part.experts < config.num_local_experts,
     )
     calls = [(ON_ASCEND, *call)]
-    # Of sizes that the card's kernel has no room for, plain operators would expand: they ask the device in every step,
-    # which no graph takes. Ranks may differ in width.
+    # Sizes that the card's kernel has no room for would fall back to plain operators, which read from the device in
+    # every step, and no graph can capture that. Ranks may differ in width.
     width = config.intermediate_size // part.parts
     inner = {packed_columns(rank, width) for rank in range(part.parts)}
     for columns in sorted({config.hidden_size, *(2 * each for each in inner)}):

@@ -1,6 +1,6 @@
-"""Warnings that vLLM prints at every start of gpt-oss and that ask nothing of the user: filters of single messages.
+"""Filters for warnings that vLLM prints at every start of gpt-oss and that need no action.
 
-Two more have their cause elsewhere: `platform.py` (no `vllm._C`), `plugin.py` (a model registered already).
+Two more are prevented elsewhere: `platform.py` (no `vllm._C`), `plugin.py` (a model registered already).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import logging
 import resource
 
 MANY_FILES = 4096  # open files; each client takes one
-WANTED_FILES = 65535  # that vLLM asks for
+WANTED_FILES = 65535  # vLLM asks for this many
 
-# (logger, beginning of the message before it is formatted, why it is no news)
+# (logger, beginning of the unformatted message, reason to hide it)
 FALSE_ALARMS = (
     ("vllm.platforms.cpu", "Pin memory is not supported on CPU", "pinned memory is for copies to a device"),
     ("vllm.v1.cudagraph_dispatcher", "cudagraph dispatching keys are not ", "a CPU has no graphs"),
@@ -24,7 +24,7 @@ FALSE_ALARMS = (
 
 
 def silence() -> None:
-    """Called in each process of vLLM. With fewer than MANY_FILES open files the warning stays."""
+    """Installs the filters; called in each process of vLLM. With fewer than MANY_FILES open files the warning stays."""
     enough = open_more_files() >= MANY_FILES
     for name, beginning, _ in FALSE_ALARMS:
         logger = logging.getLogger(name)
@@ -35,7 +35,7 @@ def silence() -> None:
 
 
 class Without(logging.Filter):
-    """Drops the messages with this beginning."""
+    """Drops messages with this beginning."""
 
     def __init__(self, beginning: str) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Without(logging.Filter):
 
 
 def open_more_files() -> int:
-    """Raises this process's limit of open files, which vLLM leaves where the machine allows fewer than it asks for.
+    """Raises this process's limit of open files to the allowed maximum and returns it.
 
-    Returns the limit.
+    vLLM does not raise it if the machine allows fewer files than vLLM asks for.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)

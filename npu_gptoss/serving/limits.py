@@ -1,7 +1,7 @@
-"""Settings of vLLM that this port of gpt-oss refuses, before anything is loaded.
+"""Settings of vLLM that this port of gpt-oss refuses, before it loads anything.
 
-vLLM asks a model's config class to verify the whole configuration when it is put together, in the process that the user
-started. Ours adds refusals to vLLM's own class for gpt-oss; `checked_config` is called once more by the model.
+vLLM asks a model's config class to verify the whole configuration, in the process that the user started. Our class adds
+refusals to vLLM's own for gpt-oss; the model calls `checked_config` once more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dum
 
 
 def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal]]:
-    """Yields each refusal with whether this configuration asks for it. A new limit is one more row."""
+    """Yields each refusal, with True if this configuration asks for the setting. A new limit is one more row."""
     from npu_gptoss.serving.lines.vllm import DRAFTERS, QUANTIZATIONS
 
     model, cache, parallel, out = config.model_config, config.cache_config, config.parallel_config, "leave it out"
@@ -50,7 +50,7 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     why = "every other layer was trained with its window"
     yield model.disable_sliding_window, Refusal("--disable-sliding-window", None, why, out)
     yield parallel.enable_eplb, Refusal("--enable-eplb", None, "experts do not move between ranks", out)
-    yield parallel.enable_dbo, Refusal("--enable-dbo", None, "steps are not halved", out)
+    yield parallel.enable_dbo, Refusal("--enable-dbo", None, "steps cannot be halved", out)
     why = "each rank keeps the whole context"
     yield contexts > 1, Refusal("--decode-context-parallel-size", contexts, why, out)
     why = "no layer shares its KV cache"
@@ -64,7 +64,7 @@ def objections(config: VllmConfig, device_type: str) -> list[Refusal]:
 
 
 def checked_config(config: VllmConfig) -> GptOssConfig:
-    """Returns the checkpoint's config.json as vLLM holds it, overrides included, when nothing is refused.
+    """Returns the checkpoint's config.json as vLLM holds it, overrides included, if nothing is refused.
 
     Raises InputError with every refusal at once, and logs the sentence, because vLLM wraps the exception in its own.
     """
@@ -83,7 +83,7 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 
 
 def register(architecture: str) -> None:
-    """Runs our verification before vLLM's own of this architecture. Idempotent."""
+    """Adds our verification before vLLM's own for this architecture. Idempotent."""
     from npu_gptoss.serving.ascend import sizes as ascend_sizes
     from npu_gptoss.serving.lines.vllm import MODELS_CONFIG_MAP, count_steps, current_platform
 

@@ -1,8 +1,8 @@
-"""From the tensors of an official checkpoint to this rank's parameters: all of them, each once.
+"""Loads the tensors of an official checkpoint into this rank's parameters: all of them, each once.
 
-The parameters of our model carry the official names, except that q, k and v share one matrix. A tensor that nobody
-wants, a parameter that nobody fills, a tensor that comes twice, in another shape or with a NaN in it: each is an error
-that names it. Silent garbage from a swallowed tensor is this model's typical failure.
+Our model's parameters have the official names, except that q, k and v share one matrix. Each of these is an error that
+names the tensor: an unused tensor, a parameter without a tensor, a duplicate, another shape, a NaN. Silent garbage from
+a swallowed tensor is this model's typical failure.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one checkpoint tensor goes: the parameter that it fills (its part of), and how.
+    """The parameter that a checkpoint tensor fills (its part of), and the functions for it.
 
-    cut: what this rank needs of the tensor, or of a half of it that is still MXFP4, by its name. place: fills the
-    parameter with what was cut, in the BF16 layout.
+    cut: takes this rank's part of the tensor, or of a half of it that is still MXFP4, by its name. place: fills the
+    parameter with the cut part, in the BF16 layout.
     """
 
     parameter: str
@@ -67,7 +67,7 @@ def load_weights(
         placements[name].place(tensor)
         filled.add(name)
     unfilled = sorted(placements[name].parameter for name in placements.keys() - filled)
-    if unfilled:  # the checkpoint was complete, so a name of ours is not an official one
+    if unfilled:  # the checkpoint was complete, so one of our names is not official
         raise RuntimeError(f"no tensor of gpt-oss fills {', '.join(unfilled)}")
     return {placement.parameter for placement in placements.values()}
 
@@ -75,7 +75,7 @@ def load_weights(
 def readable(
     weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes on what vLLM's loader reads. Which file it cannot read, and why, it does not say; the checkpoint does."""
+    """Passes on the tensors of vLLM's loader, and names the unreadable file, which the loader does not."""
     try:
         yield from weights
     except SafetensorError as error:
@@ -87,9 +87,9 @@ def readable(
 def _cut(
     tensors: Iterable[tuple[str, torch.Tensor]], placements: Mapping[str, Placement]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of each tensor this rank's part, before it is expanded: a quarter of the work and of the memory on four ranks.
+    """Cuts this rank's part from each tensor before it is expanded: on four ranks a quarter of the work and memory.
 
-    What lives on another pipeline stage ends here.
+    Drops tensors of another pipeline stage.
     """
     for name, tensor in tensors:
         packed = PACKED.fullmatch(name)
@@ -123,7 +123,7 @@ def _placements(model: nn.Module, config: GptOssConfig) -> dict[str, Placement]:
 
 
 def _sharded(parameter: nn.Parameter, *shard: str) -> Callable[[torch.Tensor], None]:
-    """vLLM's parallel layers cut out this rank's part themselves."""
+    """Returns a function that lets vLLM's parallel layer cut out this rank's part."""
 
     def place(tensor: torch.Tensor) -> None:
         parameter.weight_loader(parameter, tensor, *shard)
@@ -132,7 +132,7 @@ def _sharded(parameter: nn.Parameter, *shard: str) -> Callable[[torch.Tensor], N
 
 
 def _experts(name: str, parameter: nn.Parameter, experts: FusedMoE) -> Placement:
-    """This rank's experts, and of each its share of the intermediate size (gate and up columns stay pairs)."""
+    """Places this rank's experts with their share of the intermediate size (gate and up columns stay pairs)."""
     shard = Shard(experts.tp_rank, experts.tp_size)
 
     def cut(official: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,6 +151,6 @@ def _experts(name: str, parameter: nn.Parameter, experts: FusedMoE) -> Placement
 
 
 def _local_experts(expert_map: torch.Tensor) -> torch.Tensor:
-    """Global ids of the local experts, in local order, from the map global -> local (-1: elsewhere)."""
+    """Returns the global ids of the local experts, in local order, from the map global -> local (-1: elsewhere)."""
     ids = torch.nonzero(expert_map >= 0).flatten()
     return ids[expert_map[ids].argsort()]

@@ -1,4 +1,4 @@
-"""Prometheus metrics of our own on vLLM's /metrics: kernels, graph replays against eager steps, padding, refusals.
+"""This plugin's Prometheus metrics on vLLM's /metrics: kernels, graph replays and eager steps, padding, refusals.
 
 `StatLogger` is a stat logger plugin of vLLM (entry point group `vllm.stat_logger_plugins`). vLLM 0.11.0 does not load
 that group yet, so `compat/server/metrics.py` hands it over there. vLLM 0.23 and 0.33 count steps with
@@ -37,7 +37,7 @@ class Metrics:
 
 @functools.cache
 def metrics() -> Metrics:
-    """Registered with prometheus_client's default registry when first asked for.
+    """Returns the metrics and registers them with prometheus_client's default registry at the first call.
 
     With several API server processes prometheus_client keeps them in files, and vLLM adds them up.
     """
@@ -60,16 +60,16 @@ def metrics() -> Metrics:
 
 @functools.cache
 def refusals() -> Counter:
-    """Of the server's process: vLLM's own counter, http_requests_total, does not see what the admission refuses."""
+    """Counts in the server's process: vLLM's own counter, http_requests_total, does not see admission's refusals."""
     return Counter(
         "npu_gptoss_refused_requests",
-        "Requests that were refused before they reached vLLM, by HTTP status.",
+        "Requests refused before they reached vLLM, by HTTP status.",
         ("status",),
     )
 
 
 class StatLogger(StatLoggerBase):
-    """Counts the steps of one engine; of no other model, and not under a vLLM that the package steps aside for."""
+    """Counts the steps of an engine that serves gpt-oss with this plugin; does nothing for other engines."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
@@ -100,4 +100,4 @@ class StatLogger(StatLoggerBase):
                 metrics().kernels.labels(*self._labels, *names).set(1)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Does nothing."""

@@ -1,11 +1,10 @@
 """gpt-oss for vLLM: the class that replaces vLLM's own `GptOssForCausalLM`.
 
-The blocks are our own, written on vLLM's layers, not upstream's with names rebound: upstream's blocks build attention,
-rope and experts from names of their module, and its loader moves tensors to CUDA. What is ours is what gpt-oss needs
-and stock vLLM (or vllm-ascend) drops: the attention backend with sinks and windows, the experts with biases and the
-clamped SwiGLU, the rope without rounding, a loader that accounts for every tensor. `GptOssModel` is the unit of
-torch.compile, as upstream's is; modules and parameters carry the names of the official checkpoint (q, k and v share
-one matrix).
+The blocks are our own, written on vLLM's layers: upstream's blocks build attention, rope and experts from names of
+their module, and its loader moves tensors to CUDA. Ours add the parts of gpt-oss that stock vLLM (or vllm-ascend)
+drops: the attention backend with sinks and windows, the experts with biases and the clamped SwiGLU, the rope without
+rounding, a loader that accounts for every tensor. `GptOssModel` is the unit of torch.compile, as upstream's is; modules
+and parameters have the official checkpoint's names (q, k and v share one matrix).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from npu_gptoss.serving.rotary import rotary_embedding
 
 
 def for_this_platform() -> tuple[type[AttentionBackend], type[GptOssExpertsMethod]]:
-    """The attention backend and the experts' method that vLLM's layers get on this platform."""
+    """Returns the attention backend and the experts' method for vLLM's layers on this platform."""
     if current_platform.device_type != "npu":
         return SinkAttentionBackend, GptOssExpertsMethod
     from npu_gptoss.serving.ascend.attention import AscendSinkBackend
@@ -85,9 +84,9 @@ class GptOssAttention(nn.Module):
         num_kv_heads = self.qkv_proj.num_kv_heads
         self.split_sizes = [heads * config.head_dim for heads in (self.num_heads, num_kv_heads, num_kv_heads)]
         self.rotary_emb = rotary_embedding(config)
-        # NaN until loaded: the backend refuses sinks that nobody filled
+        # NaN until loaded: the backend refuses sinks that the checkpoint did not fill
         self.sinks = nn.Parameter(with_slack(torch.full((self.num_heads,), float("nan"))), requires_grad=False)
-        # The window goes to our backend as `window`, not as `per_layer_sliding_window`: see attention.py.
+        # Our backend takes the window as `window`, not as `per_layer_sliding_window`: see attention.py.
         self.attn = Attention(
             self.num_heads,
             config.head_dim,
@@ -154,7 +153,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, positions: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's output and the residual stream that is not added to it yet (the next norm adds them)."""
+        """Returns the layer's output and the residual stream, which the next norm adds."""
         if residual is None:
             residual = hidden_states
             hidden_states = self.input_layernorm(hidden_states)
@@ -165,7 +164,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden_states), residual
 
 
-# The dynamic dimensions are named because vLLM infers them from annotations, and postponed ones are text to it.
+# The dynamic dimensions are named because vLLM infers them from annotations, and postponed annotations are text.
 @support_torch_compile(
     dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0},
 )
@@ -215,7 +214,7 @@ class GptOssModel(nn.Module):
 
 
 class GptOssForCausalLM(nn.Module, SupportsPP):
-    """What vLLM's registry names GptOssForCausalLM once the plugin is loaded."""
+    """vLLM's registry gives this class for GptOssForCausalLM once the plugin is loaded."""
 
     # vLLM's loader: no fall-back to pickled files
     allow_patterns_overrides: ClassVar[list[str]] = ["*.safetensors"]
@@ -242,7 +241,7 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
     def get_input_embeddings(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.get_input_embeddings(input_ids)
 
-    embed_input_ids = get_input_embeddings  # as vLLM has called it since
+    embed_input_ids = get_input_embeddings  # the name in later releases
 
     def forward(
         self,
@@ -257,7 +256,7 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """From vLLM's stream of official tensors; raises CheckpointError unless it fits to the last tensor."""
+        """Loads vLLM's stream of official tensors; raises CheckpointError unless all tensors fit."""
         return loading.load_weights(self, weights, self.gpt_oss_config, dtype=self.dtype, where=self.checkpoint)
 
 

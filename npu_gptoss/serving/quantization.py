@@ -1,9 +1,9 @@
-"""The MXFP4 checkpoint format of gpt-oss under a name of our own.
+"""Registers the MXFP4 checkpoint format of gpt-oss under a separate name.
 
 vLLM ties two unwanted things to the name "mxfp4" (padding of the hidden size, a loader that moves every tensor to
-CUDA), and vllm-ascend claims any quantised checkpoint as "ascend". So a format of ours claims the checkpoint before
-either; the weights are expanded to the model's dtype while they load (loading.py), or their experts stay packed
-(expert_weights.py), which vLLM need not know.
+CUDA), and vllm-ascend claims any quantised checkpoint as "ascend". So our format claims the checkpoint before either.
+The weights are expanded to the model's dtype while they load (loading.py), or the experts stay packed
+(expert_weights.py); vLLM need not know.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving.lines.vllm import MXFP4_NAME as NAME
 from npu_gptoss.serving.lines.vllm import MXFP4_NAMES, QuantizationConfig
 
-RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if asked first
+RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if vLLM asked them first
 
 
 class OurConfig(QuantizationConfig):
-    """What vLLM asks of any quantization; for weights that are in the model's dtype once they are loaded."""
+    """vLLM's interface of a quantization, for weights that are in the model's dtype after loading."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float32]
@@ -36,9 +36,9 @@ class OurConfig(QuantizationConfig):
 
 
 class GptOssMxfp4Config(OurConfig):
-    """Stands for "MXFP4 on disk, the model's dtype in memory"."""
+    """The format "MXFP4 on disk, the model's dtype in memory"."""
 
-    # vllm-ascend's RMSNorm looks for biases of its own formats in whatever quantization a model has
+    # vllm-ascend's RMSNorm looks for biases of its own formats in any quantization
     quant_description: ClassVar[dict[str, Any]] = {}
 
     def get_name(self) -> str:
@@ -56,7 +56,7 @@ class GptOssMxfp4Config(OurConfig):
         return NAME if claimed else None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> None:
-        # Our model hands this config to none of its layers, so another model's layer is asking.
+        # Our model gives this config to none of its layers, so this layer belongs to another model.
         raise InputError(
             f"{prefix} belongs to a model that is not gpt-oss, and npu-gptoss expands MXFP4 checkpoints of gpt-oss "
             "only: leave the plugin out with VLLM_PLUGINS to load this checkpoint",
@@ -65,14 +65,14 @@ class GptOssMxfp4Config(OurConfig):
 
 
 def register() -> None:
-    """Registers the format with vLLM, ahead of every rival, and with a platform that keeps a list. Idempotent."""
+    """Registers the format with vLLM, ahead of every rival, and with platforms that keep a list. Idempotent."""
     from npu_gptoss.serving.lines.vllm import QUANTIZATION_METHODS, current_platform, register_quantization_config
 
     methods = QUANTIZATION_METHODS
     if NAME not in methods:
         register_quantization_config(NAME)(GptOssMxfp4Config)
     if methods.index(NAME) > min((methods.index(rival) for rival in RIVALS if rival in methods), default=len(methods)):
-        # vLLM asks in this order; the list itself is what vLLM's parser and config refer to
+        # vLLM asks the formats in this order; its parser and config refer to this list object
         methods.remove(NAME)
         methods.insert(0, NAME)
     supported = current_platform.supported_quantization

@@ -1,7 +1,7 @@
-"""Says what vLLM ends up with once all plugins are loaded: `python -m npu_gptoss.serving.registered`.
+"""Reports vLLM's platform and model class after all plugins are loaded: `python -m npu_gptoss.serving.registered`.
 
-One line of JSON: `device`, the type of vLLM's platform; `model`, the class that serves gpt-oss. Run by
-`npu-gptoss doctor` in a process of its own; it opens no device.
+Prints a JSON object: `device`, the type of vLLM's platform; `model`, the class that serves gpt-oss. `npu-gptoss doctor`
+runs it in a separate process; it opens no device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The rotary embedding object of vLLM, holding the cosines and sines of `npu_gptoss.model.rope`.
 
-The object stays vLLM's (on Ascend the kernel is attached to the class by its name), only the content of its cache is
-ours: vLLM 0.11.0 rounds YaRN's ramp although gpt-oss says `truncate: false`, and it multiplies YaRN's factor into the
-cosines, where bfloat16 makes it small; here the factor is in the scale of the scores. The cache is asked for in the
-model's dtype: in another one vllm-ascend converts it inside forward, which torch.compile then takes for an update of a
-buffer.
+The object stays vLLM's (on Ascend the kernel is attached to the class by its name); only its cache's content is ours.
+vLLM 0.11.0 rounds YaRN's ramp although gpt-oss says `truncate: false`, and it multiplies YaRN's factor into the
+cosines, where bfloat16 loses precision; here the factor is in the scale of the scores. The cache has the model's dtype:
+otherwise vllm-ascend converts it inside forward, and torch.compile takes that for an update of a buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _first_table: list[tuple[object, ...]] = []  # of this process
 
 
 def rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
-    """vLLM's rotary object for this model in the current default dtype and device; vLLM shares it between layers."""
+    """Returns vLLM's rotary object for this model in the current default dtype and device; layers share it."""
     rotary = yarn_rotary(config, torch.get_default_dtype())
     if getattr(rotary, _OWNER, None) != config:  # another layer of this model has not filled it yet
         cache = rotary.cos_sin_cache
@@ -33,7 +32,7 @@ def rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
 
 
 def _check_first_table(config: GptOssConfig, cache: torch.Tensor) -> None:
-    """torch_npu's `_npu_rotary_embedding` keeps the first table that it sees for the life of the process."""
+    """Raises InputError for a second table: torch_npu's `_npu_rotary_embedding` keeps a process's first table."""
     table = (config.rope_theta, config.rope_scaling, tuple(cache.shape), cache.dtype)
     if not _first_table:
         _first_table.append(table)

@@ -1,14 +1,14 @@
 """The record of each step of the model, and its way from the worker to the server's /metrics.
 
-A worker knows the graph that a step replayed and the rows that were padding; another process answers /metrics. The
-record travels on vLLM's own road, so any number of engines, hosts and API servers do:
+A worker knows the replayed graph and the padding rows; another process answers /metrics. The record travels in vLLM's
+own messages, so it works with any number of engines, hosts and API servers:
 
     worker: ModelRunnerOutput → scheduler: SchedulerStats → API server: the stat logger (`metrics.py`)
 
-vLLM 0.11.0 has no field for it. Until the scheduler it is an attribute of the output; from there it lies in
-`kv_connector_stats`, the one free-form part of the statistics, out of which the stat logger takes it before vLLM's own
-loggers look. Later releases have a field (`cudagraph_stats`, vllm PR 29825); the kernels follow the name of the mode
-there (`kernel_report`). The hooks are in `compat/server/metrics.py`. Imports neither vLLM nor torch.
+vLLM 0.11.0 has no field for it. Up to the scheduler it is an attribute of the output; from there it is in
+`kv_connector_stats`, the free-form part of the statistics, and the stat logger removes it before vLLM's own loggers
+run. Later releases have a field (`cudagraph_stats`, vllm PR 29825); the kernels follow the mode's name there
+(`kernel_report`). The hooks are in `compat/server/metrics.py`. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Kernels = tuple[tuple[str, str, str], ...]
 
 @dataclass(frozen=True)
 class Step:
-    """One execution of the model for requests; warm-up, captures and the idle steps of data parallelism are none.
+    """An execution of the model for requests; warm-up, captures and idle steps of data parallelism do not count.
 
     mode: one of MODES. bucket: the number of tokens that the replayed graph was captured with, 0 without a graph.
-    tokens: rows that requests asked for. padding: rows computed beyond them. kernels: (operation, kernel, solution) of
-    every kernel selected so far, or empty when that is unchanged since the last step.
+    tokens: rows that requests need. padding: rows computed in addition. kernels: (operation, kernel, solution) of every
+    kernel selected so far, or empty if unchanged since the last step.
     """
 
     mode: str
@@ -46,7 +46,7 @@ class Step:
 
 
 class StepObserver:
-    """Listens to one model runner: vLLM's graph wrappers replay the graph that its dispatcher chooses."""
+    """Observes a model runner: vLLM's graph wrappers replay the graph that its dispatcher chooses."""
 
     def __init__(self, dispatcher: Any, selected_kernels: Callable[[], Kernels]) -> None:
         self._selected_kernels = selected_kernels
@@ -62,7 +62,7 @@ class StepObserver:
         dispatcher.dispatch = dispatch
 
     def observe(self, execute: Callable[[], Any], tokens: int) -> Any:
-        """The output of `execute`, with the record of the step. An output that carries no tokens is left alone."""
+        """Returns the output of `execute` with the step's record. An output without tokens gets none."""
         self._dispatched = None
         output = execute()
         # with asynchronous scheduling vLLM wraps the output until its tokens are on the host
@@ -79,16 +79,16 @@ class StepObserver:
 
 
 def put(step: Step, outputs: dict[int, Any]) -> None:
-    """Lays a step into the statistics of vLLM's outputs of one scheduler step (client -> EngineCoreOutputs)."""
+    """Adds a step to the statistics of a scheduler step's outputs (client -> EngineCoreOutputs)."""
     for output in outputs.values():
         stats = output.scheduler_stats
-        if stats is not None:  # one front end gets them, none when statistics are off
+        if stats is not None:  # one front end gets them; none does when statistics are off
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: asdict(step)}
             return
 
 
 def take(stats: Any) -> Step | None:
-    """Takes a step out of a SchedulerStats, so that vLLM's own remain."""
+    """Removes a step from a SchedulerStats, so that vLLM's own remain."""
     if stats is None or not stats.kv_connector_stats or KEY not in stats.kv_connector_stats:
         return None
     rest = dict(stats.kv_connector_stats)
@@ -97,13 +97,13 @@ def take(stats: Any) -> Step | None:
     return Step(**{**found, "kernels": tuple(tuple(names) for names in found["kernels"])})
 
 
-SECONDS_BETWEEN_LOOKS = 1.0  # at the kernels, which do not change once all sizes have been computed
+SECONDS_BETWEEN_LOOKS = 1.0  # kernels do not change once all sizes have been computed
 
 
 def kernel_report(
     selected_kernels: Callable[[], Kernels], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[str], str]:
-    """A function that lays this process's kernels behind the name of a step's mode. It looks them up once a second."""
+    """Returns a function that appends this process's kernels to the name of a step's mode, at most once a second."""
     looked, suffix = float("-inf"), ""
 
     def with_kernels(mode: str) -> str:
@@ -118,6 +118,6 @@ def kernel_report(
 
 @functools.lru_cache(maxsize=16)
 def without_kernels(mode: str) -> tuple[str, Kernels]:
-    """The name of the mode alone, and the kernels behind it."""
+    """Splits a mode's name from the kernels that follow it."""
     name, _, kernels = mode.partition(" ")
     return name, tuple(tuple(names) for names in json.loads(kernels or "[]"))

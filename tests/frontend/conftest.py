@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 class Script:
-    """An engine for one request. given: how many tokens were taken from it; ended: all of them; closed: nobody asks."""
+    """An engine for one request. given: number of tokens taken; ended: all were taken; closed: the client left."""
 
     def __init__(self, tokens: Sequence[int], bite: int, finish: str | None = None) -> None:
         self.tokens, self.bite, self.finish = list(tokens), bite, finish
@@ -53,7 +53,7 @@ def answered(message: dict[str, Any], finish: str) -> tuple:
 
 
 def gathered(lines: Sequence[str], index: int = 0) -> tuple:
-    """What the client of a streamed chat has in the end."""
+    """Collects the final message that the client of a streamed chat has."""
     content = reasoning = ""
     calls: list[list[str]] = []
     finish = None
@@ -77,7 +77,7 @@ def gathered(lines: Sequence[str], index: int = 0) -> tuple:
 
 @pytest.fixture
 def ask(library, encoder, tokens) -> Callable[..., Any]:  # noqa: F811
-    """The answer of a chat to a turn that the model writes; bite: None for a whole one, else the size of a step."""
+    """Returns a chat's answer to a turn of the model; bite: None for a whole answer, else the size of a step."""
 
     def asked(text: str, bite: int | None = None, finish: str | None = None, **fields: Any) -> Any:
         body = {"messages": MESSAGES, "stream": bite is not None} | fields

@@ -57,7 +57,7 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "tools and instructions": {"messages": [system("Be brief."), user()], "tools": [WEATHER, NOW]},
     "a tool without parameters": {"messages": [user()], "tools": [{"name": "now", "description": "The time"}]},
     "a call": {"messages": [user(), call(), result()], "tools": [WEATHER]},
-    "a call beside an empty text": {"messages": [user(), call(""), result()], "tools": [WEATHER]},
+    "a call with an empty text": {"messages": [user(), call(""), result()], "tools": [WEATHER]},
     "a call after reasoning": {"messages": [user(), call(reasoning_content="I look."), result()], "tools": [WEATHER]},
     "a preamble": {"messages": [user(), call("Let me look."), result()], "tools": [WEATHER]},
     "two calls": {

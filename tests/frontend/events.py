@@ -1,4 +1,4 @@
-"""The events of a streamed response of /v1/responses, read as OpenAI's specification has them."""
+"""Reads the events of a streamed /v1/responses answer by OpenAI's specification."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RANDOM = ("id", "call_id")
 
 
 def shapes(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items without their ids, which are random."""
+    """Removes the items' ids, which are random."""
     return [{key: value for key, value in item.items() if key not in RANDOM} for item in items]
 
 
 def built(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that a stream tells piece by piece. Each piece has to fit those before it and the last event."""
+    """Builds the items from a stream's pieces. Each piece must fit the earlier pieces and the last event."""
     events = deepcopy(events)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]

@@ -1,4 +1,4 @@
-"""Anthropic's messages: what a request asks, and that a stream says what a whole answer says."""
+"""Anthropic's messages: requests reach the model unchanged, and streams equal whole answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_chat(fields: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def answer(library, encoder, tokens) -> Callable[..., Any]:
-    """The answer to a turn that the model writes; bite: None for a whole one, else the size of a step."""
+    """Returns the answer to a turn of the model; bite: None for a whole answer, else the size of a step."""
 
     def answered(text: str, bite: int | None = None, finish: str | None = None, **fields: Any) -> Any:
         request = messages.read({"messages": MESSAGES, "max_tokens": 64, "stream": bite is not None} | fields)
@@ -67,7 +67,7 @@ def answer(library, encoder, tokens) -> Callable[..., Any]:
 
 
 def gathered(text: str) -> dict[str, Any]:
-    """The message that Anthropic's SDKs make of a stream. The order of its events is checked."""
+    """Builds the message of a stream as Anthropic's SDKs do, and checks the order of its events."""
     events = []
     for one in text.removesuffix("\n\n").split("\n\n"):
         name, data = one.split("\n")
@@ -145,7 +145,7 @@ def test_a_cut_or_malformed_call_loses_its_text(answer, bite):
     for raw in ('{"cmd": ls}', '["ls"', '{"cmd":"\\'):
         got = answer(call_to("commentary to=functions.bash", raw), bite, **tools)
         assert (got["content"][-1]["input"], got["stop_reason"]) == ({"INVALID_JSON": raw}, "tool_use")
-    if bite is None:  # what Python reads and no JSON can say
+    if bite is None:  # Python reads it, but no JSON can contain it
         for raw in ('{"cmd":NaN}', '{"cmd":1e999}', '{"cmd":"\\ud800"}', "[1]", "[" * 5000):
             got = answer(call_to("commentary to=functions.bash", raw), **tools)
             assert got["content"][-1]["input"] == {"INVALID_JSON": raw}
@@ -242,7 +242,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_prompt_is_not_that_of_the_same_chat(encoder, name):
+def test_a_prompt_differs_from_the_same_chats_prompt(encoder, name):
     own, same = SAME[name]
     counted = messages.read({"messages": [USER], "model": "m"} | own, counting=True).asked.prompt(encoder)
     assert counted == chat.read({"messages": [USER]} | same).asked.prompt(encoder)

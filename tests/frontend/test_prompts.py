@@ -1,4 +1,4 @@
-"""Prompts: what a client says reaches the model in the form that it was trained on, and alike at every entrance."""
+"""Prompts: a client's text reaches the model in its training format, and equally through every API."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_offline_engine_writes_another_prompt(directory, library, encoder):
 
 
 def test_the_tiny_models_training_text_is_not_the_served_prompt(library, encoder):
-    """Training needs no openai-harmony; what it scores at the default style is what a server would get."""
+    """Training needs no openai-harmony; its default prompt must equal a server's."""
     rng = random.Random(3)
     date = datetime.date.today().isoformat()
     for _ in range(100):
@@ -106,13 +106,13 @@ def test_a_question_is_not_rendered_as_harmony_has_it(prompt, library, encoder):
 
 
 @pytest.mark.parametrize("name", ["get_weather", "functions.get_weather"])
-def test_a_result_without_an_id_is_not_that_of_its_name(prompt, name):
+def test_a_result_without_an_id_loses_its_name(prompt, name):
     text = prompt(chat.read, messages=[user(), {"role": "tool", "name": name, "content": "3"}])
     assert "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>3<|end|>" in text
 
 
 @pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
-def test_a_call_or_its_reasoning_is_not_what_the_model_wrote(prompt, reasoning):
+def test_a_call_or_its_reasoning_changes_in_the_prompt(prompt, reasoning):
     messages = [user(), call(**{reasoning: "I need it."}), result()]
     text = prompt(chat.read, messages=messages, tools=[{"type": "function", "function": NOW}])
     assert text == (

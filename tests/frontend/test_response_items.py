@@ -11,7 +11,7 @@ from tests.frontend.test_responses import PREAMBLE, RESULT, USER, WEATHER, promp
 from tests.frontend.turns import CALL, FOUR, NEXT, PARIS, THOUGHT, call_to
 
 A_CALL = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"}
-ITEMS = {  # items of an input, and what the model reads of them behind the user's message
+ITEMS = {  # items of an input, and their text in the prompt after the user's message
     "a message without type": ([{"role": "assistant", "content": "Hi."}], "final<|message|>Hi."),
     "an answer without id": (
         [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi."}]}],
@@ -101,7 +101,7 @@ def test_a_search_of_the_client_s_is_no_search_call(respond, bite):  # noqa: F81
 
 
 def test_tools_that_a_search_has_found_cannot_be_called(respond, prompt):  # noqa: F811
-    """Codex sends them in the search's output alone; what a repeated search finds is offered once."""
+    """Codex sends them only in the search's output; a repeated search must not offer a tool twice."""
     sent = [USER, SEARCHED, FOUND, SEARCHED | {"call_id": "s2"}, FOUND | {"call_id": "s2"}]
     text, warnings = prompt(input=sent, tools=[SEARCH])
     assert 'to=functions.tool_search<|channel|>commentary json<|message|>{"query": "x"}<|call|>' in text
@@ -113,7 +113,7 @@ def test_tools_that_a_search_has_found_cannot_be_called(respond, prompt):  # noq
 
 
 def test_tools_in_an_item_are_not_offered(respond, prompt):  # noqa: F811
-    """Codex sends them so to newer models: harmony's own namespace, spelled out."""
+    """Codex sends them to newer models this way, in harmony's own namespace."""
     inner = [{"type": "custom", "name": "exec"}, {"type": "function", "name": "wait"}]
     added = {"type": "additional_tools", "tools": [{"type": "namespace", "name": "functions", "tools": inner}]}
     text, warnings = prompt(input=[added, USER])

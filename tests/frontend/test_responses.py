@@ -35,7 +35,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def respond(library, encoder, tokens):
-    """The answer to a turn, the whole response or the events of a stream in bites."""
+    """Returns the answer to a turn: the whole response, or the events of a stream in bites."""
 
     def responded(text: str, bite: int | None = None, script: type = Script, logprobs: bool = False, **fields: Any):
         request = responses.read(body(stream=bite is not None, **fields))
@@ -63,7 +63,7 @@ def scored(library):
 
 @pytest.fixture
 def prompt(library, encoder):
-    """What the model reads of a request, from the developer's or the user's turn on, and the warnings."""
+    """Returns the prompt from the developer's or the user's turn on, and the warnings."""
 
     def prompted(previous: Conversation | None = None, **fields: Any) -> tuple[str, tuple[str, ...]]:
         request = responses.read(body(**fields), previous=previous)
@@ -128,7 +128,7 @@ def test_hosted_tools_refuse_the_request(prompt):
     assert "web_search" in warnings[0]
 
 
-def test_a_tool_that_nobody_offers_ends_in_an_error(respond):
+def test_a_call_of_an_unknown_tool_ends_in_an_error(respond):
     """F8: the model writes to python."""
     response, _ = respond(THOUGHT + NEXT + call_to("commentary to=python code", "1+1"))
     assert response["status"] == "completed"
@@ -168,7 +168,7 @@ def test_more_calls_than_one_are_sent_without_parallel_calls(respond):
     for bite in (1, 100):
         events, answer = respond(TWO_CALLS, bite, tools=[WEATHER], parallel_tool_calls=False)
         assert len(built(events)) == 1
-        assert len(answer.conversation().turns) == 2  # nobody answers the other call
+        assert len(answer.conversation().turns) == 2  # the other call gets no result
 
 
 def test_reasoning_that_is_not_wanted_takes_an_index(respond):
@@ -189,7 +189,7 @@ def test_the_models_own_reasoning_is_lost_between_its_calls(respond, prompt):
     assert respond(THOUGHT + FOUR)[0]["output"][0]["encrypted_content"] is None
 
 
-def test_log_probabilities_are_those_of_other_tokens_than_the_text(respond):
+def test_log_probabilities_belong_to_other_tokens(respond):
     fields = {"include": ["message.output_text.logprobs"], "logprobs": True}
     whole = respond(THOUGHT + NEXT + PREAMBLE.removesuffix(NEXT) + FOUR, **fields)[0]["output"]
     assert [item["type"] for item in whole] == ["reasoning", "message", "message"]

@@ -1,4 +1,4 @@
-"""Whatever the model writes ends in text, reasoning or a call, and a stream says what a whole answer says."""
+"""Every turn of the model ends in text, reasoning or a call, and a stream equals a whole answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROME = '[ {"name": "get_weather", "parameters": {"city":  "Zürich"}}, {"paramet
 ODD = '{ "city" :"Z\\u00fcrich",\n"n": 1.0}'
 OSLO = '{"city": "Oslo"}'
 
-# what the model writes, the fields of the request, and the answer, as in turns.py
+# the model's text, the fields of the request, and the answer, as in turns.py
 READ: dict[str, tuple[str, dict[str, Any], tuple]] = {
     "an empty answer": (FINAL + "<|return|>", {}, ("", "", [], "stop")),
     "a preamble and a call": (PREAMBLE + CALL, ASKED, ("I look.", "", [PARIS], "tool_calls")),
@@ -59,7 +59,7 @@ READ: dict[str, tuple[str, dict[str, Any], tuple]] = {
         FORCED,
         ("", "hm", [["get_weather", '{"city":  "Zürich"}'], ["other", "{}"]], "tool_calls"),
     ),
-    "a forced call beside a preamble": (
+    "a forced call after a preamble": (
         f"<|channel|>commentary<|message|>{OSLO}<|end|>{NEXT}{CALL}",
         ASKED | {"tool_choice": NAMED},
         (OSLO, "", [PARIS], "tool_calls"),
@@ -90,7 +90,7 @@ READ |= {
 
 
 def both(ask: Any, text: str, bites: Sequence[int] = (1, 3, 100), **fields: Any) -> tuple:
-    """The same of a whole answer and of streams."""
+    """Reads the same answer whole and as streams."""
     choice = ask(text, **fields)["choices"][0]
     whole = answered(choice["message"], choice["finish_reason"])
     for bite in bites:
@@ -222,7 +222,7 @@ def test_any_tokens_raise_or_are_streamed_otherwise(library, encoder):
 
 
 def test_a_header_of_a_grammar_hides_the_answer_or_the_call(library, encoder):
-    """Headers that vLLM 0.33's grammars let the model write; test_ledger.py says when it has others."""
+    """vLLM 0.33's grammars let the model write these headers; test_ledger.py fails when it has others."""
     request = chat.read({"messages": MESSAGES, "tools": [WEATHER]})
     for text, kind in ((f"{begin}{{}}", kind) for kind, begins in GRAMMAR_HEADERS.items() for begin in begins):
         turn = request.asked.turn(library, encoder).read(tokens_of(library, (text, "<|call|>")), "stop")
@@ -253,7 +253,7 @@ def deltas(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def test_a_delta_has_two_entries_of_a_call(ask):
-    """instructor reads the first entry of a delta: arguments in a second one were lost."""
+    """instructor reads only a delta's first entry and lost arguments in a second one."""
     lines = ask(final(PARIS[1]), 100, tools=[WEATHER], tool_choice=NAMED)
     (entry,) = next(delta["tool_calls"] for delta in deltas(lines) if "tool_calls" in delta)
     assert entry["function"] == {"name": "get_weather", "arguments": PARIS[1]}
@@ -302,7 +302,7 @@ def test_samples_share_the_indices_of_their_calls(library, encoder, tokens):
     assert counts[-1] == len(made)
 
 
-def test_an_end_without_tokens_repeats_text_or_hides_why(library, encoder, tokens):
+def test_an_end_without_tokens_repeats_text_or_hides_its_reason(library, encoder, tokens):
     class Aborted(Script):
         async def steps(self):
             yield Step([Piece(0, self.tokens)])
@@ -312,7 +312,7 @@ def test_an_end_without_tokens_repeats_text_or_hides_why(library, encoder, token
     assert gathered(lines) == ("cut off", "", [], "abort")
 
 
-def test_token_ids_of_a_stream_are_not_those_that_were_generated(ask, tokens):
+def test_token_ids_of_a_stream_differ_from_the_generated_ones(ask, tokens):
     chunks = [json.loads(line[6:]) for line in ask(THOUGHT + FOUR, 3, return_token_ids=True)]
     streamed = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
     assert streamed == tokens(THOUGHT + FOUR)

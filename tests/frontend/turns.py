@@ -1,7 +1,7 @@
-"""Turns that a model may write, with what a client of chat completions must get of them.
+"""Turns that a model may write, with the answer that a client of chat completions must get.
 
-Each is a text of harmony, the fields of the request beside its messages, and the answer: content, reasoning, calls and
-finish reason. tests/frontend puts them through the front end alone, tests/serving/openai through each release's server.
+Each has a harmony text, the request's fields besides its messages, and the answer: content, reasoning, calls and finish
+reason. tests/frontend runs them through the front end alone, tests/serving/openai through each release's server.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
         {"tools": [PYTHON]},
         ("", "", [["python", '{"x":1}']], "tool_calls"),
     ),
-    "an answer to somebody": ("<|channel|>final to=user<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "an answer to a recipient": ("<|channel|>final to=user<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
     "no header at all": ("Four.<|return|>", {}, ("Four.", "", [], "stop")),
     "a header that never ends": (
         THOUGHT + NEXT + "<|channel|>analysis need more.<|return|>",

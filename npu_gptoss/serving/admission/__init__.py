@@ -1,12 +1,12 @@
-"""Admission: the one place where a request is checked whole before the engine hears of it.
+"""Admission: checks each request completely before the engine receives it.
 
-`gate.Gate` is an ASGI application around vLLM's. In the order in which a request meets them:
+`gate.Gate` is an ASGI application around vLLM's. Its checks, in order:
 
-* `keys`: with keys, every route but the two that ask for life needs one;
-* `body`: what every body has to be: bounded, UTF-8, JSON, one value for each key, finite numbers, whole characters;
-* `fields`: the table of every field of every route with its bounds;
-* `structures`: grammars, regular expressions and schemas, compiled once in a child process that may die of them.
+* `keys`: on a server with API keys, every route except /health and /ping requires a key;
+* `body`: limited size, UTF-8, JSON, unique keys, finite numbers, whole characters;
+* `fields`: the limits of each field of each route;
+* `structures`: compiles grammars, regular expressions and schemas in a child process, which may crash.
 
-What is refused is answered with 400 in OpenAI's form before a stream begins. None of it knows a release of vLLM;
-`serving/compat/admission.py` and `structures.py` put it around the server.
+A refused request gets an error in the form of its API before a stream begins. These modules depend on no release of
+vLLM; `compat/server/admission.py` and `structures.py` connect them to the server.
 """

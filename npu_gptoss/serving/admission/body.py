@@ -1,8 +1,7 @@
-"""What every JSON body has to be, whatever its fields: one reading that vLLM's own reading cannot differ from.
+"""Reads a JSON body so strictly that vLLM's own parser cannot read it differently.
 
-Refused are bytes that are no UTF-8, JSON that is no object, a key that is given twice (a proxy may have read the
-first), NaN, Infinity and numbers that no 64 bits hold, halves of characters (lone surrogates), and nesting on which
-recursive code dies.
+Refuses invalid UTF-8, JSON that is no object, duplicate keys (a proxy may have used the first), NaN, Infinity, numbers
+of more than 64 bits, lone surrogates, and nesting that overflows recursive code.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 from npu_gptoss.serving.admission.refusal import Refusal, Said, refuse, shown
 
 MAX_DEPTH = 100
-# without one of these in its text, a body has neither an odd number nor half of a character
+# a body whose text matches none of these has neither an odd number nor a lone surrogate
 _SUSPECT = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity|\\u[dD]")
 _LONG_INTEGER = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _INTEGERS = range(-(2**63), 2**64)
-_HUGE = 10**400  # in the place of integers that Python would not even read
+_HUGE = 10**400  # replaces integers that Python would refuse to parse
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _expected(item: Any) -> str | None:
-    """What should stand here, where it is a number that no message or tensor holds, or half of a character."""
+    """Describes the valid value if the item is a number out of range or a text with a lone surrogate; else None."""
     if isinstance(item, str):
         return "whole characters, no lone surrogates" if _SURROGATE.search(item) else None
     fits = math.isfinite(item) if isinstance(item, float) else not isinstance(item, int) or item in _INTEGERS
@@ -43,7 +42,7 @@ def _expected(item: Any) -> str | None:
 
 
 def _refuse_odd(value: Any, place: str = "") -> None:
-    """A key that is wrong counts for the object that has it."""
+    """Raises Refusal for the first bad value; a bad key is reported at its object."""
     if isinstance(value, dict):
         for key, item in value.items():
             _refuse_odd(key, place)
@@ -75,10 +74,10 @@ def _integer(digits: str) -> int:
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """The object that the body holds. Raises Refusal."""
+    """Returns the object in the body. Raises Refusal."""
     try:
         text = raw.decode("utf-8")
-        # a hook costs time for every number: it is only there where one could be too long
+        # a hook costs time for every number, so it is set only if a number may be too long
         body = json.loads(text, object_pairs_hook=_once, parse_int=_integer if _LONG_INTEGER.search(text) else None)
     except UnicodeDecodeError as error:
         raise refuse(None, "UTF-8", Said(f"the byte 0x{raw[error.start]:02x} at {error.start}")) from None

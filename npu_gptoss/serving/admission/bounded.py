@@ -1,8 +1,8 @@
-"""A function that may hang, exhaust memory or crash, run in a process of its own for each question.
+"""Runs a function that may hang, exhaust memory or crash, in a separate process for each call.
 
-A process is forked once, while everything that the function needs is loaded (the *keeper*: single-threaded, it never
-looks at a question). For each question the keeper forks another one, in milliseconds, which has a bound on its time
-and on its memory, answers, and ends. It may also die: that is an answer, too. A keeper that died is forked anew.
+The server forks a single-threaded *keeper* process once, with everything loaded that the function needs. For each
+question the keeper forks a child in milliseconds. The child has limits on time and memory, answers and exits; a crash
+counts as an answer. If the keeper dies, the server forks another.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-AT_ONCE = 2  # questions in flight; others wait for their turn
-PATIENCE = 120.0  # seconds for a keeper that is just loading what it needs
+AT_ONCE = 2  # questions in flight; further questions wait
+PATIENCE = 120.0  # seconds to wait for a keeper that is still loading
 _PR_SET_PDEATHSIG = 1
 _BEGUN = b"+"
 
 
 class Died(Exception):
-    """The process that looked at the question gave no answer; the message says how it ended."""
+    """The child process gave no answer; the message says how it ended."""
 
 
 class Busy(Died):
-    """Nobody looked at the question yet: it may be asked again."""
+    """No process has started on the question, so the caller may ask again."""
 
 
 class Bounded:
-    """Answers questions by `work(question) -> answer`, in bounded processes."""
+    """Answers questions by `work(question) -> answer`, in processes with limits."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class Bounded:
         seconds: float = 5.0,
         memory: int = 2 << 30,
     ) -> None:
-        """`prepare` runs once in the keeper; `memory` is in bytes, beyond what the keeper has."""
+        """`prepare` runs once in the keeper; `memory` is in bytes, in addition to the keeper's."""
         self.work, self.prepare, self.seconds, self.memory = work, prepare, seconds, memory
         self._control: socket.socket | None = None
         self.keeper: int | None = None  # its process id; None before the first question and after `stop`
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     def start(self) -> None:
-        """Fork the keeper, unless there is one."""
+        """Forks the keeper if it is not running."""
         if self.keeper is not None:
             return
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the keeper takes no lock of theirs
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the keeper takes none of their locks
             pid = os.fork()
         if pid == 0:
             status = 1
@@ -69,12 +69,12 @@ class Bounded:
             except BaseException:
                 traceback.print_exc()  # into the server's log
             finally:
-                os._exit(status)  # nothing of the server's may run here: no atexit, no finally, no event loop
+                os._exit(status)  # skip the server's atexit handlers, finally blocks and event loop
         theirs.close()
         self._control, self.keeper = ours, pid
 
     def stop(self) -> None:
-        """End the keeper and with it every process of its own."""
+        """Ends the keeper and its child processes."""
         if self.keeper is None:
             return
         self._control.close()
@@ -85,7 +85,7 @@ class Bounded:
         self._control = self.keeper = None
 
     async def ask(self, question: bytes) -> bytes:
-        """The answer. Raises Died when the process that looked at the question gave none, Busy when none looked."""
+        """Returns the answer. Raises Died if the child gave none, Busy if no child started."""
         async with self._turn:
             for _ in range(2):
                 self.start()
@@ -116,7 +116,7 @@ class Bounded:
                 raise _KeeperDied
             since = time.monotonic()
             writer.write(len(question).to_bytes(8, "big") + question)
-            # the process ends by itself in time; a second more is for a machine that is busy
+            # the child ends on its own timer; the extra seconds are for a busy machine
             answer = await asyncio.wait_for(reader.read(-1), self.seconds + 5)
         except (TimeoutError, asyncio.TimeoutError):
             raise Died(f"it took longer than {self.seconds:g} s") from None
@@ -126,7 +126,7 @@ class Bounded:
             writer.close()
         if not answer:
             late = time.monotonic() - since >= self.seconds * 0.95
-            raise Died(f"it took longer than {self.seconds:g} s" if late else "it ended the process that checked it")
+            raise Died(f"it took longer than {self.seconds:g} s" if late else "it crashed the process that checked it")
         return answer
 
 
@@ -135,7 +135,7 @@ class _KeeperDied(Exception):
 
 
 def _dies_with(parent: int) -> None:
-    """End when the parent does, however it does."""
+    """Ends this process when its parent ends, however that happens."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
@@ -144,8 +144,8 @@ def _dies_with(parent: int) -> None:
 def _keep(bounded: Bounded, control: socket.socket, parent: int) -> None:
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends us
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes the dead away
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
     _dies_with(parent)
@@ -153,14 +153,14 @@ def _keep(bounded: Bounded, control: socket.socket, parent: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):
         os.dup2(null, standard)
-    # not one of the server's connections, nor its listening socket, may stay open here
+    # close the server's connections and its listening socket
     kept = control.fileno()
     os.closerange(3, kept)
     os.closerange(kept + 1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     bounded.prepare()
     gc.collect()
-    gc.freeze()  # so that collecting does not copy the pages that all share
+    gc.freeze()  # a collection would otherwise copy the shared pages
     us = os.getpid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -181,11 +181,11 @@ def _keep(bounded: Bounded, control: socket.socket, parent: int) -> None:
 
 def _answer(bounded: Bounded, connection: socket.socket) -> None:
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 2)  # what a library prints about a client's text belongs in no log
+    os.dup2(null, 2)  # keep output of libraries about a client's text out of the log
     connection.sendall(_BEGUN)
     with connection.makefile("rb") as stream:
         question = stream.read(int.from_bytes(stream.read(8), "big"))
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + bounded.memory,) * 2)
-    signal.setitimer(signal.ITIMER_REAL, bounded.seconds)  # SIGALRM ends the process, also within foreign code
+    signal.setitimer(signal.ITIMER_REAL, bounded.seconds)  # SIGALRM ends the process even inside native code
     connection.sendall(bounded.work(question))

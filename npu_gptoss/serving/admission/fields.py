@@ -1,10 +1,8 @@
-"""The table of every field that requests have, by route: its bounds, or nothing where any value serves.
+"""Limits of the request fields, by route. Fields without a limit are not listed.
 
-One table for all lines: a field or a route that one vLLM does not know is bound there for nothing, and costs nothing.
-
-A field that is not named here is either free text for the model, or bound by vLLM before it does anything with it;
-`tests/serving/admission/test_fields.py` has the list of those, so that a field of another release cannot be missed.
-The reasons stand beside the bounds that are not the ones of OpenAI's reference.
+All releases share one table: fields and routes that a release lacks are ignored there. An unlisted field is free text
+for the model, or vLLM checks it before use; `tests/serving/admission/test_fields.py` lists those fields, so that a new
+field of another release is noticed. Comments give the reason where a limit differs from OpenAI's reference.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from npu_gptoss.serving.admission.rules import (
 
 Fields = Mapping[str, Rule]
 
-INT32 = 2**31 - 1  # what tensors of counts and ranks hold
+INT32 = 2**31 - 1  # the range of tensors of counts and ranks
 INT64 = 2**63 - 1
 
 SCHEMA = size(256 * 1024)  # a schema of 256 KiB has thousands of properties
@@ -43,7 +41,7 @@ REQUEST_ID = identifier(256)
 MODEL = text(1024)
 CHOICES = texts(4096, 4096)
 
-# names that transformers' apply_chat_template takes for itself (CVE-2025-62426)
+# arguments that transformers' apply_chat_template takes (CVE-2025-62426)
 _TEMPLATE_OWN = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
@@ -57,7 +55,7 @@ def _template_name(value: Any, limits: Limits, name: str) -> None:
 
 
 def _prompts(value: Any, limits: Limits, name: str) -> None:
-    """A text, token ids, or a list of either."""
+    """Checks a text, token ids, or a list of either."""
     if not isinstance(value, list):
         return
     if not value:
@@ -107,12 +105,12 @@ _TRANSFERS: Fields = {"kv_transfer_params": TRANSFER, "ec_transfer_params": TRAN
 
 
 def _extra(value: Any, limits: Limits, name: str) -> None:
-    """What vLLM hands on beside its parameters, and in which it looks for those of a transfer."""
+    """Checks fields that vLLM passes on, and in which it looks for transfer parameters."""
     mapping(64, keys=text(256))(value, limits, name)
     fields_of(_TRANSFERS)(value, limits, name)
 
 
-# what every request has that reaches the scheduler
+# fields of every request that reaches the scheduler
 QUEUED: Fields = {
     "model": MODEL,
     "priority": integer(-INT32, INT32),
@@ -126,10 +124,10 @@ QUEUED: Fields = {
 
 SAMPLING: Fields = QUEUED | {
     "n": integer(1, "max_n"),
-    "best_of": integer(1, 1),  # vLLM's engine serves no other
+    "best_of": integer(1, 1),  # vLLM's engine supports no other value
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
-    # a factor on logits in float32: far from where it over- or underflows
+    # a factor on logits in float32, limited far from overflow and underflow
     "repetition_penalty": number(0.01, 100),
     "length_penalty": number(-100, 100),
     "temperature": number(0, 100),
@@ -154,11 +152,11 @@ SAMPLING: Fields = QUEUED | {
     "guided_whitespace_pattern": text(256),
     "vllm_xargs": _extra,
     **_TRANSFERS,
-    "logprob_token_ids": token_ids("vocab_size", 128),  # so many are told apart in a step
+    "logprob_token_ids": token_ids("vocab_size", 128),  # vLLM gathers at most 128 in a step
     "routed_experts_prompt_start": integer(0, "max_model_len"),
     "stream_interval": integer(1, INT32),
     "thinking_token_budget": integer(-1, INT64),
-    # each step looks for every size of pattern in the output
+    # each step searches the output for patterns of every size
     "repetition_detection": fields_of(
         {"max_pattern_size": integer(0, 1024), "min_pattern_size": integer(0, 1024), "min_count": integer(0, INT32)}
     ),
@@ -179,16 +177,16 @@ CHAT: Fields = {
     **SAMPLING,
     **TOOLS,
     **TEMPLATE,
-    "messages": objects(16384, empty=False),  # vLLM looks for the role of the last one
+    "messages": objects(16384, empty=False),  # vLLM reads the role of the last message
     "top_logprobs": logprobs(least=-1),
     "max_completion_tokens": integer(0, INT64),
-    "bad_words": texts(1024, 256, blank=False),  # a word of white space alone has no token
+    "bad_words": texts(1024, 256, blank=False),  # a word of white space has no token
     "structural_tag": SCHEMA,
 }
 
 
 def _conversations(value: Any, limits: Limits, name: str) -> None:
-    """A list of lists of messages."""
+    """Checks a list of lists of messages."""
     if not isinstance(value, list) or not value:
         raise refuse(name, "a list of at least one conversation", value)
     at_most(limits.max_prompts, "conversations", len(value), name)
@@ -280,7 +278,7 @@ DETOKENIZE: Fields = {"model": MODEL, "tokens": token_ids("tokenizer_size")}
 
 
 def _ids(value: Any, limits: Limits, name: str) -> None:
-    """An id or a list of them. vLLM aborts what it can while it answers 200, and tells nobody of the rest."""
+    """Checks an id or a list of ids. vLLM answers 200 even if it aborts only some of them."""
     items = value if isinstance(value, list) else [value]
     at_most(16384, "ids", len(items), name)
     for item in items:
@@ -289,7 +287,7 @@ def _ids(value: Any, limits: Limits, name: str) -> None:
 
 ABORT: Fields = {"request_ids": _ids}
 
-# what no served model of ours can do; vLLM says so, once it could read the request
+# routes that no served model of ours supports; vLLM answers so once it has parsed the request
 OTHER: Fields = QUEUED | {"dimensions": integer(1, INT32), "top_n": integer(-INT32, INT32)}
 
 ROUTES: dict[str, Fields] = {
@@ -310,14 +308,14 @@ ROUTES: dict[str, Fields] = {
     ),
 }
 
-INVOCATIONS = "/invocations"  # any of them, told apart by what it holds
+INVOCATIONS = "/invocations"  # any kind of request; its fields decide
 RESPONSES_ROUTE, MESSAGES_ROUTE = "/v1/responses", "/v1/messages"
-ALWAYS_JSON = {"/inference/v1/abort_requests"}  # vLLM reads them so, whatever their Content-Type says
+ALWAYS_JSON = {"/inference/v1/abort_requests"}  # vLLM parses these as JSON under any Content-Type
 GENERATE = {"/v1/chat/completions", "/v1/completions", RESPONSES_ROUTE, MESSAGES_ROUTE, INVOCATIONS}
 
 
 def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
-    """The table that applies; an empty one for a route without."""
+    """Returns the limits for a route; an empty table for a route without limits."""
     if route == INVOCATIONS:
         if "messages" in body:
             return CHAT | {name: COMPLETION[name] for name in ("prompt", "prompt_embeds") if "prompt" in body}
@@ -326,7 +324,7 @@ def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
 
 
 def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:
-    """Raises Refusal for the first field that is out of its bounds."""
+    """Raises Refusal for the first field outside its limits."""
     if route == "/scale_elastic_ep" and not limits.elastic:
         raise Refusal(
             "This server cannot be scaled while it runs (--data-parallel-backend ray); trying would stop its service."
@@ -340,8 +338,10 @@ def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:
 
 
 def check_priority_header(headers: Mapping[bytes, bytes], limits: Limits) -> None:
-    """Of 0.33: it counts before the body's field. Raises Refusal for a number that no message holds, which would leave
-    its request behind."""
+    """Checks the priority header of 0.33, which overrides the body's field.
+
+    Raises Refusal for a number out of range: the engine could not receive it, and the request would never end.
+    """
     value = headers.get(b"x-vllm-priority")
     if value is not None:
         QUEUED["priority"](value.decode("latin-1"), limits, "X-Vllm-Priority")

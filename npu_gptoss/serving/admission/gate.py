@@ -1,7 +1,7 @@
-"""The ASGI application that stands before vLLM's: lets in, reads the body whole, checks it, and hands both on.
+"""The ASGI application in front of vLLM's: checks the key and the complete body, then passes the request on.
 
-A request that passes goes on exactly as it came: the same bytes, then whatever the client sends after them, so that
-vLLM still hears of a disconnect. What is refused is answered here, before a stream can begin.
+An accepted request goes on unchanged: the same bytes, then the client's later messages, so that vLLM still sees a
+disconnect. A refused request is answered here, before a stream begins.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ logger = logging.getLogger("vllm.npu_gptoss")
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-LARGE = 128 * 1024  # bytes: from here a body is read in a thread, so that /health does not wait
+LARGE = 128 * 1024  # bytes; a thread reads larger bodies, so that /health does not wait
 LEAVES = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
-PARSED = "npu_gptoss.parsed"  # in the scope of a request: the body's bytes, and what JSON they are
+PARSED = "npu_gptoss.parsed"  # key in a request's scope: the body's bytes and the parsed JSON
 _NO_LIMITS = Limits(0, 0, 0, 0)
 
 
 class Server(Protocol):
-    """What the gate has to know of the server behind it."""
+    """The interface to the server behind admission."""
 
     def prepare(self) -> None:
-        """The server is about to listen."""
+        """Called before the server listens."""
 
     def close(self) -> None:
-        """The server has ended."""
+        """Called when the server has ended."""
 
     def check_route(self, route: str) -> None:
-        """Raises Refusal where the served model has nothing to answer with."""
+        """Raises Refusal for a route that the served model cannot answer."""
 
     async def limits(self) -> Limits: ...
 
     async def check_structure(self, route: str, body: dict[str, Any]) -> None:
-        """Raises Refusal for a grammar, expression or schema that cannot be compiled."""
+        """Raises Refusal for a grammar, expression or schema that does not compile."""
 
     def refused(self, status: HTTPStatus) -> None:
-        """A request was refused before vLLM, which counts answers, saw it."""
+        """Counts a refusal, which vLLM's own counter of answers does not see."""
 
     def blame(self, error: BaseException) -> Refusal | None:
-        """The refusal, if the server raised this while it was only reading the request."""
+        """Returns the refusal if the server raised this while parsing the request."""
 
 
 class _Gone(Exception):
-    """The client left before its body was whole."""
+    """The client left before its body was complete."""
 
 
 class Gate:
     def __init__(self, app: App, keys: KeyGuard, server: Server, max_body: int) -> None:
         self.app, self.keys, self.server, self.max_body = app, keys, server, max_body
-        self._running: set[tuple[str, str]] = set()  # ids that clients chose for requests in flight
+        self._running: set[tuple[str, str]] = set()  # client-chosen ids of requests in flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -89,7 +89,7 @@ class Gate:
             pass
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # the first of a name counts, as for whoever reads the request behind this
+        # with duplicate headers the first counts, as in vLLM
         route, headers = route_path(scope), dict(reversed(scope["headers"]))
         raw = await self._whole_body(headers, receive)
         again = replayed({"type": "http.request", "body": raw, "more_body": False}, receive)
@@ -114,7 +114,7 @@ class Gate:
             self._running.discard(own)
 
     async def _whole_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        """At most `max_body` bytes are ever held."""
+        """Reads the body and holds at most `max_body` bytes."""
         too_large = Refusal(
             f"The body: expected at most {self.max_body} bytes, got more.", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         )
@@ -135,7 +135,7 @@ class Gate:
                 return b"".join(chunks)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the request; where vLLM fails because it cannot even read it, the client is told."""
+        """Runs the request. If vLLM fails while parsing it, the client gets a refusal."""
         begun = False
 
         async def noticed(message: Message) -> None:
@@ -147,7 +147,7 @@ class Gate:
             await self.app(scope, receive, noticed)
         except LEAVES:
             raise
-        except BaseException as error:  # what a library in Rust raises when it fails is no Exception
+        except BaseException as error:  # a panic in a Rust library is no Exception
             refusal = None if begun else self.server.blame(error)
             if refusal is None:
                 raise
@@ -167,10 +167,10 @@ def _is_json(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _own_id(route: str, headers: Mapping[bytes, bytes], body: dict[str, Any]) -> tuple[str, str] | None:
-    """The kind of a request and the id by which the engine will know it, if the client chose it; else None."""
+    """Returns the request's kind and its id in the engine if the client chose the id; else None."""
     if route not in fields.GENERATE:
         return None
-    header = headers.get(b"x-request-id") if route != fields.RESPONSES_ROUTE else None  # which reads no header
+    header = headers.get(b"x-request-id") if route != fields.RESPONSES_ROUTE else None  # its route reads no header
     chosen = body.get("request_id") if header is None else header.decode("latin-1")
     if not isinstance(chosen, str):
         return None
@@ -181,7 +181,7 @@ def _own_id(route: str, headers: Mapping[bytes, bytes], body: dict[str, Any]) ->
 
 
 def replayed(first: Message, receive: Receive) -> Receive:
-    """The body as one message, then what the client sends, which is that it leaves."""
+    """Returns a `receive` that gives the body as one message, then the client's later messages (a disconnect)."""
     given = False
 
     async def replay() -> Message:

@@ -1,7 +1,7 @@
-"""Who may come in: with keys, every route but /health and /ping needs one.
+"""Checks API keys: on a server with keys, every route except /health and /ping requires one.
 
-vLLM 0.11.0 guards what begins with /v1 and reads the path from the client's Host header (CVE-2026-48746). Here the
-path is the one that the router sees.
+vLLM 0.11.0 guards only paths under /v1 and takes the path from the client's Host header (CVE-2026-48746). This check
+uses the router's path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from npu_gptoss.serving.admission.refusal import Refusal
 
-OPEN = frozenset({"/health", "/ping"})  # for load balancers and orchestrators, which hold no key
+OPEN = frozenset({"/health", "/ping"})  # load balancers and orchestrators have no key
 METRICS = "/metrics"
 ANTHROPIC = b"x-api-key"  # the header of Anthropic's clients
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
@@ -27,7 +27,7 @@ _REFUSAL = Refusal(
 
 
 def route_path(scope: Mapping[str, Any]) -> str:
-    """The path that the router matches: without the prefix that a proxy left on it (`--root-path`)."""
+    """Returns the path that the router matches: without the proxy's prefix (`--root-path`)."""
     path, root = scope["path"], scope.get("root_path", "")
     if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
         return path[len(root) :]
@@ -39,19 +39,19 @@ def _digest(key: bytes) -> bytes:
 
 
 class KeyGuard:
-    """Holds the digests of the keys; without keys everybody may come in."""
+    """Holds the digests of the keys; without keys it admits every client."""
 
     def __init__(self, keys: Iterable[str], open_metrics: bool = False) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
         self._open = OPEN | {METRICS, METRICS + "/"} if open_metrics else OPEN
 
     def objection(self, scope: Mapping[str, Any]) -> Refusal | None:
-        """Why this HTTP or WebSocket connection is not let in; None when it is."""
+        """Returns the refusal of this HTTP or WebSocket connection; None if it is admitted."""
         if not self._digests or route_path(scope) in self._open:
             return None
         headers = dict(scope["headers"])
         if scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= headers.keys():
-            return None  # a browser's preflight carries no key, and the CORS middleware answers it by itself
+            return None  # a browser's preflight carries no key, and the CORS middleware answers it
         given = [(name, value) for name, value in scope["headers"] if name in (b"authorization", ANTHROPIC)]
         if not given or len(dict(given)) < len(given):
             return _REFUSAL
@@ -60,6 +60,6 @@ class KeyGuard:
     def _knows(self, name: bytes, value: bytes) -> bool:
         scheme, _, key = (b"bearer", b"", value) if name == ANTHROPIC else value.partition(b" ")
         digest, known = _digest(key), False
-        for other in self._digests:  # all of them, so that the time does not tell which
+        for other in self._digests:  # compare all of them, so that the time reveals nothing
             known |= secrets.compare_digest(digest, other)
         return known and scheme.lower() == b"bearer"

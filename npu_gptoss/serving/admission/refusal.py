@@ -1,4 +1,4 @@
-"""Refusals of a request: the field, what was expected and what was got, in the error form of its API."""
+"""Refusals of a request: field, expected value and actual value, in the error form of its API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from npu_gptoss.errors import short
 
-ANTHROPIC = "/v1/messages"  # and what is below it
+ANTHROPIC = "/v1/messages"  # and the routes below it
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -23,7 +23,7 @@ _SHOWN.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """A value in at most some 200 characters, with everything that is not printable escaped."""
+    """Formats a value in at most about 200 characters and escapes unprintable ones."""
     if value is True or value is False or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     text = _SHOWN.repr(value)
@@ -31,20 +31,20 @@ def shown(value: Any) -> str:
 
 
 def escaped(text: str, limit: int = 1000) -> str:
-    """A text from elsewhere (a library's error) on one line, printable and bounded."""
+    """Formats a foreign text, such as a library's error, as one printable line of limited length."""
     return short(text.strip().replace("\n", " "), limit)
 
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """Why a request is not served."""
+    """The reason why a request is refused."""
 
     message: str
     param: str | None = None
     status: HTTPStatus = HTTPStatus.BAD_REQUEST
 
     def body(self, route: str = "") -> bytes:
-        """The answer's JSON: in OpenAI's form, or in Anthropic's on the routes of its API."""
+        """Returns the answer's JSON: in OpenAI's form, or in Anthropic's on the routes of its API."""
         if route.startswith(ANTHROPIC):
             from npu_gptoss.frontend.messages import error_body
 
@@ -55,13 +55,13 @@ class Refusal(Exception):
 
 
 def refuse(param: str | None, expected: str, got: Any) -> Refusal:
-    """`got` is the client's value, or a sentence's end when it is an instance of `Said`."""
+    """Makes a Refusal. `got` is the client's value, or an instance of `Said` with our own words."""
     seen = got if isinstance(got, Said) else shown(got)
     return Refusal(f"{param or 'The body'}: expected {expected}, got {seen}.", param)
 
 
 class Said(str):
-    """Words of ours about a value, to be printed as they are."""
+    """Our own words about a value, printed unchanged."""
 
 
 async def answer(send: Send, refusal: Refusal, headers: tuple[tuple[bytes, bytes], ...] = (), route: str = "") -> None:

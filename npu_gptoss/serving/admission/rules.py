@@ -1,7 +1,7 @@
-"""Rules of which the table of fields is made: each says what it expects, and finds what in a value is otherwise.
+"""Validators for request fields. Each states the expected value and describes the actual one.
 
-A rule looks at values that vLLM's own reading would take: "7" and 7.0 are numbers there, so they are here. A value
-of another type is left to vLLM's answer, except where vLLM looks at it before it knows the type (`strict`).
+A validator checks every value that vLLM's parser would accept, so "7" and 7.0 count as numbers. vLLM itself answers
+for values of another type, unless it uses them before it checks the type (`strict`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from npu_gptoss.serving.admission.refusal import Refusal, Said, refuse
 
 @dataclass(frozen=True)
 class Limits:
-    """What this server's model and options bound."""
+    """Limits that come from this server's model and options."""
 
-    vocab_size: int  # rows of the logits: ids are below
-    tokenizer_size: int  # ids that the tokenizer knows are below
+    vocab_size: int  # rows of the logits; ids are smaller
+    tokenizer_size: int  # the tokenizer's ids are smaller
     max_model_len: int
     max_logprobs: int  # -1: any number
     prompt_embeds: bool = False
@@ -37,12 +37,12 @@ class Limits:
         return self.vocab_size - 1
 
 
-Rule = Callable[[Any, Limits, str], None]  # raises Refusal; gets the value, the limits and the field's name
+Rule = Callable[[Any, Limits, str], None]  # raises Refusal; takes the value, the limits and the field's name
 Bound = int | float | str | None  # a number, or the name of a field of Limits
 
 
 def rule(check: Callable[..., None]) -> Callable[..., Rule]:
-    """Makes a maker of rules: it takes what follows the three arguments of a rule, which are the bounds."""
+    """Turns a check into a maker of rules: its arguments are the check's arguments after the first three."""
 
     @functools.wraps(check)
     def with_bounds(*bounds: Any, **options: Any) -> Rule:
@@ -52,7 +52,7 @@ def rule(check: Callable[..., None]) -> Callable[..., Rule]:
 
 
 def as_number(value: Any) -> int | float | None:
-    """The number as which vLLM would take this; None when it would take none."""
+    """Returns the number that vLLM would read from this value; None if it would refuse it."""
     if not isinstance(value, str):
         return value if isinstance(value, int | float) else None
     for kind in (int, float):
@@ -82,7 +82,7 @@ def number(
     strict: bool = False,
     noun: str = "a number",
 ) -> None:
-    """Between both bounds, which are included (the lower one not if `above`), and finite."""
+    """Accepts finite numbers between the limits, which are included (the lower one unless `above`)."""
     if strict and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise refuse(name, noun, value)
     given = as_number(value)
@@ -104,7 +104,7 @@ integer = functools.partial(number, noun="an integer")
 
 @rule
 def logprobs(value: Any, limits: Limits, name: str, *, least: int = 0) -> None:
-    """How many alternatives; -1 is the whole vocabulary, which only a server without a bound gives."""
+    """Checks the number of alternatives; -1 asks for the whole vocabulary and needs a server without a limit."""
     free = limits.max_logprobs == -1
     most = limits.vocab_size if free else limits.max_logprobs
     integer(-1 if free and least < 0 else 0, most, strict=True)(value, limits, name)
@@ -114,7 +114,7 @@ def logprobs(value: Any, limits: Limits, name: str, *, least: int = 0) -> None:
 def token_ids(
     value: Any, limits: Limits, name: str, below: str, most: int | None = None, *, empty: bool = True
 ) -> None:
-    """A list of ids of the vocabulary."""
+    """Accepts a list of ids of the vocabulary."""
     if not isinstance(value, list):
         return
     end = getattr(limits, below)
@@ -138,14 +138,14 @@ def text(value: Any, limits: Limits, name: str, longest: int, *, strict: bool = 
 
 @rule
 def identifier(value: Any, limits: Limits, name: str, longest: int) -> None:
-    """Printable ASCII: it becomes a header, a key and a line of the log."""
+    """Accepts printable ASCII, because the value becomes a header, a key and a log entry."""
     if isinstance(value, str) and not (0 < len(value) <= longest and value.isascii() and value.isprintable()):
         raise refuse(name, f"1 to {longest} printable ASCII characters", value)
 
 
 @rule
 def texts(value: Any, limits: Limits, name: str, most: int, longest: int, *, blank: bool = True) -> None:
-    """A string or a list of strings, none of them empty; nor of white space alone, unless that may be."""
+    """Accepts a non-empty string or a list of them. `blank`: white space alone is accepted."""
     items = value if isinstance(value, list) else [value]
     at_most(most, "strings", len(items), name)
     for index, item in enumerate(items):
@@ -173,7 +173,7 @@ def mapping(
 def objects(
     value: Any, limits: Limits, name: str, most: int, fields: Mapping[str, Rule] | None = None, *, empty: bool = True
 ) -> None:
-    """A list of objects. vLLM looks into them before it knows what they are."""
+    """Accepts a list of objects. vLLM uses them before it checks their type."""
     if not isinstance(value, list) or not (value or empty):
         raise refuse(name, "a list of objects" if empty else "a list of at least one object", value)
     at_most(most, "objects", len(value), name)
@@ -183,7 +183,7 @@ def objects(
 
 @rule
 def fields_of(value: Any, limits: Limits, name: str, fields: Mapping[str, Rule]) -> None:
-    """An object with fields of its own rules."""
+    """Checks the fields of an object by their own rules."""
     if not isinstance(value, dict):
         raise refuse(name, "an object", value)
     for field, inner in fields.items():
@@ -193,7 +193,7 @@ def fields_of(value: Any, limits: Limits, name: str, fields: Mapping[str, Rule])
 
 @rule
 def size(value: Any, limits: Limits, name: str, longest: int, *, otherwise: Rule | None = None) -> None:
-    """At most so many characters when written as JSON."""
+    """Accepts at most so many characters when written as JSON."""
     length = len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False))
     at_most(longest, "characters of JSON", length, name)
     if otherwise is not None:
@@ -202,6 +202,6 @@ def size(value: Any, limits: Limits, name: str, longest: int, *, otherwise: Rule
 
 @rule
 def unless(value: Any, limits: Limits, name: str, option: str, reason: str) -> None:
-    """Refused unless a field of Limits says that the server takes it."""
+    """Refuses the field unless the named field of Limits permits it."""
     if not getattr(limits, option) and value not in ([], {}, ""):
         raise Refusal(f"{name}: {reason}", name)

@@ -1,7 +1,7 @@
-"""Schemas, expressions and grammars: compiled once in a bounded process before the engine sees them.
+"""Compiles schemas, expressions and grammars once, in a process with limits, before the engine receives them.
 
-What comes back is the verdict: the backend for which the structure was compiled, and the structure as that backend
-reads it. Verdicts are remembered, so that a client's schema costs one compilation, and an attack one, too.
+The verdict names the backend that compiled the structure, and the structure in the form which that backend reads.
+Verdicts are cached, so a client's schema, or an attack, costs one compilation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from npu_gptoss.serving.admission.bounded import Bounded, Busy, Died
 
 REMEMBERED = 1024
-HELD = 64 << 20  # characters of remembered structures: vLLM 0.33 writes each tool's schema twelve times
+HELD = 64 << 20  # characters of cached structures: vLLM 0.33 writes each tool's schema twelve times
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Verdict:
 
     error: str | None = None
     backend: str | None = None
-    automatic: bool = False  # the backend was chosen, not asked for
+    automatic: bool = False  # the backend was chosen here, not requested
     fields: Mapping[str, Any] | None = None
-    lasting: bool = True  # False: it was not looked at, and may be asked again
+    lasting: bool = True  # False: it was not compiled, and may be asked again
 
 
 def key_of(fields: Mapping[str, Any]) -> str:
-    """One text for one structure: its fields that say anything."""
+    """Returns a cache key: the structure's fields that are set."""
     return json.dumps({name: value for name, value in fields.items() if value is not None}, sort_keys=True)
 
 
@@ -54,14 +54,14 @@ class Structures:
             except Died as error:
                 found = Verdict(error=str(error))
             self._remember(key, found)
-            if found.fields is not None:  # what the backend reads is asked for again where prompts share a request
+            if found.fields is not None:  # prompts that share a request ask again, in the backend's form
                 self._remember(key_of(found.fields), found)
         else:
             self._verdicts.move_to_end(key)
         return found
 
     def _remember(self, key: str, verdict: Verdict) -> None:
-        """The last two stay in any case: a structure, and what its backend reads."""
+        """Adds to the cache. The last two entries always stay: a structure and its form for the backend."""
         self._held += len(key) if key not in self._verdicts else 0
         self._verdicts[key] = verdict
         while len(self._verdicts) > REMEMBERED or (self._held > HELD and len(self._verdicts) > 2):

@@ -1,12 +1,11 @@
 """vllm-ascend's attention backend with gpt-oss's attention inside.
 
-Name, cache layout, the operator at which compiled graphs are split (`vllm.unified_ascend_attention_with_output`,
-through which connectors load and save) and the capture of graphs stay vllm-ascend's. Ours are the metadata and the
-work:
+vllm-ascend keeps the name, the cache layout, graph capture and the operator at which compiled graphs are split
+(`vllm.unified_ascend_attention_with_output`, through which connectors load and save). Metadata and arithmetic are ours:
 
-* The lists of lengths are host integers of the real requests only. vllm-ascend's own are padded for graphs, one short.
-* Replayed graphs hand over padded rows. They reach no operator, and their output is zero.
-* Nothing is sliced by a device scalar, which would wait for the device in every layer.
+* Lists of lengths are host integers of the real requests. vllm-ascend pads its own for graphs, one entry short.
+* Replayed graphs pass padded rows. They reach no operator, and their output is zero.
+* A slice by a device scalar would wait for the device in every layer, so there is none.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class AscendSinkBackend(AscendAttentionBackend):
 
 
 class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
-    """One scheduler step in host integers, without padding."""
+    """Builds a scheduler step in host integers, without padding."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -55,7 +54,7 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
         if kv_cache_spec.block_size not in BLOCK_SIZES:
             why = "gpt-oss on Ascend reads its cache in blocks of 128 keys (or a multiple of 128 up to 1024)"
             raise InputError(Refusal("--block-size", kv_cache_spec.block_size, why, "use --block-size 128"))
-        self.built: tuple[int, ...] = ()  # lengths of the step that was built last; see full_graph.guard
+        self.built: tuple[int, ...] = ()  # lengths of the last built step; see full_graph.guard
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: AscendCommonAttentionMetadata, model: object = None
@@ -70,7 +69,7 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
         attn_state: AscendAttentionState = AscendAttentionState.DecodeOnly,
         model: object = None,
     ) -> AttentionMetadata:
-        """Decode rows that see one key each. The runner's own lists are left over from some earlier step here."""
+        """Builds decode rows that see one key each: the runner's own lists are left over from an earlier step."""
         if attn_state != AscendAttentionState.DecodeOnly:
             raise NotImplementedError(f"full graphs of gpt-oss hold decode steps, not {attn_state.name}")
         requests = common_attn_metadata.num_reqs
@@ -82,16 +81,16 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: AscendCommonAttentionMetadata) -> AttentionMetadata:
-        """As vllm-ascend 0.23 asks, by vLLM's name."""
+        """The same for vllm-ascend 0.23, which calls it by vLLM's name."""
         return self.build_for_graph_capture(common_attn_metadata)
 
 
 class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
-    """One layer's attention. Construction and checks are `SinkAttentionImpl`'s."""
+    """One layer's attention, with the construction and checks of `SinkAttentionImpl`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        for constant in (causal_mask, no_lse):  # now, because no graph can make them
+        for constant in (causal_mask, no_lse):  # made here, because no graph can make them
             constant(self.sinks.device)
         start_check.attention(self.num_heads, self.num_kv_heads, self.sinks.dtype, self.sinks.device)
 
@@ -109,7 +108,7 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         *,
         trace_flag: bool = True,
     ) -> torch.Tensor:
-        """vllm-ascend 0.11.0 calls it first from the layer, then (trace_flag False) from its splitting operator."""
+        """vllm-ascend 0.11.0 calls it from the layer, then (trace_flag False) from its splitting operator."""
         if output is None or output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("gpt-oss attention writes into the caller's buffer, in the model's dtype")
         if trace_flag and splitting_attention is not None:

@@ -1,11 +1,11 @@
-"""Attention calls inside a captured graph of decode steps: recorded once, given each step's lengths at its replays.
+"""Attention calls inside a captured graph of decode steps: recorded once, updated with each step's lengths.
 
-A captured operator keeps the host arguments of its capture, so each attention call is recorded as a task group behind
-an event, and every replay issues the same call once more with the step's lengths on another stream, then the event
-(torch_npu: `graph_task_group_*`, `graph_task_update_*`, `ExternalEvent`). vllm-ascend 0.11.0 does so for its paged
-attention only, 0.23 for the calls of its own backend. Here are the same two halves for ours. Graphs, streams and the
-moment of the update stay vllm-ascend's, and so do its lists of handles and events; what we add to them carries the
-layer's name, so that a window layer never gets the lengths or the arguments of another.
+A captured operator keeps its host arguments, so each attention call is recorded as a task group behind an event. For
+every replay another stream issues the call again with the step's lengths, then the event (torch_npu:
+`graph_task_group_*`, `graph_task_update_*`, `ExternalEvent`). vllm-ascend 0.11.0 does so for its paged attention only,
+0.23 for the calls of its own backend; this module does so for ours. vllm-ascend still decides on graphs, streams and
+the moment of the update, and keeps the lists of handles and events. Our entries carry the layer's name, so that a
+window layer never gets another layer's lengths or arguments.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from npu_gptoss.serving.attention import SinkAttentionImpl
     from npu_gptoss.serving.lines.vllm import ForwardContext, VllmConfig
 
-# Workspaces by the layer's window: one, of the largest size asked for, serves all graphs, whose calls run one by one.
+# Workspaces by the layer's window. The largest size serves all graphs, because their calls run in sequence.
 _workspaces: dict[int | None, torch.Tensor] = {}
-_kept: list[torch.Tensor] = []  # smaller ones too, while graphs use them
-_asked: set[tuple[int | None, int]] = set()  # (window, rows) for which the operator was asked
+_kept: list[torch.Tensor] = []  # also smaller workspaces, while graphs use them
+_asked: set[tuple[int | None, int]] = set()  # (window, rows) whose size the operator has reported
 
 
 @dataclass(frozen=True)
 class Call:
-    """One layer's captured attention call: all that a later one with other lengths has to repeat."""
+    """A layer's captured attention call, with everything that a repetition with other lengths needs."""
 
     layer_name: str
     arguments: dict[str, Any]
@@ -57,7 +57,7 @@ def capturing(context: ForwardContext) -> bool:
 
 
 def padded_lengths(metadata: AttentionMetadata, requests: int) -> tuple[list[int], list[int]]:
-    """Both lists for a graph of `requests` decode rows: a padding row sees one key, which the operator wants."""
+    """Returns both lists for a graph of `requests` decode rows: a padding row sees one key, as required."""
     key = ("full_graph", requests)
     if key not in metadata.plans:
         real = metadata.num_requests
@@ -70,7 +70,7 @@ def padded_lengths(metadata: AttentionMetadata, requests: int) -> tuple[list[int
 
 
 def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
-    """Scratch memory for a call of this size; kept for good, because graphs hold its address."""
+    """Returns scratch memory for a call of this size. It is never freed, because graphs hold its address."""
     import torch_npu
 
     from npu_gptoss.serving.lines.ascend import WORKSPACE
@@ -92,7 +92,7 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
 
 @functools.cache
 def own_workspace(size: int, device: torch.device) -> torch.Tensor:
-    """For calls whose need CANN refuses to tell."""
+    """Allocates scratch memory for calls whose need CANN does not report."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
@@ -126,7 +126,7 @@ def capture(
         scale=impl.scale,
         sliding_window=impl.window,
     )
-    # The graph's pool owns query and output; a reference of ours would keep their memory from being used again.
+    # The graph's pool owns query and output; a reference here would keep their memory from being used again.
     call = Call(
         layer_name,
         {**arguments, "query": weak_ref_tensors(query)},
@@ -142,7 +142,7 @@ def capture(
 
 
 def record(call: Call, query_ends: list[int], seq_lens: list[int]) -> tuple[Any, Any]:
-    """The call as a task group that waits for an event; returns its handle and the event."""
+    """Records the call as a task group that waits for an event; returns its handle and the event."""
     stream = torch.npu.current_stream()
     event = torch.npu.ExternalEvent()
     event.wait(stream)
@@ -153,7 +153,7 @@ def record(call: Call, query_ends: list[int], seq_lens: list[int]) -> tuple[Any,
 
 
 def update(stream: Any, call: Call, handle: Any, event: Any, lengths: tuple[list[int], list[int]]) -> None:
-    """Gives a replayed call its lengths; `stream` is current and is not the one that replays."""
+    """Sends a replayed call its lengths; `stream` is current and is not the replaying stream."""
     torch.npu.graph_task_update_begin(stream, handle)
     call.issue(*lengths)
     torch.npu.graph_task_update_end(stream)
@@ -161,7 +161,7 @@ def update(stream: Any, call: Call, handle: Any, event: Any, lengths: tuple[list
 
 
 def update_step(update_stream: Any, forward_context: ForwardContext, rows: int) -> bool:
-    """For each of our calls in the graph of this size the step's lengths; False when its calls are not ours."""
+    """Sends our calls in the graph of this size the step's lengths; False if its calls are not ours."""
     from npu_gptoss.serving.lines.ascend import get_graph_params
 
     params = get_graph_params()
@@ -183,9 +183,9 @@ def update_step(update_stream: Any, forward_context: ForwardContext, rows: int) 
 
 
 def release(events: Sequence[Any]) -> None:
-    """Lets a replayed graph end whose calls got no lengths: its numbers are of no use, but the engine can die in words.
+    """Ends a replayed graph whose calls got no lengths. Its results are invalid, but the engine can report the error.
 
-    On a stream of its own, since the update's may stand in the middle of a refused update.
+    Uses a separate stream, because the update's stream may be blocked in a refused update.
     """
     stream = torch.npu.Stream()
     for event in events:
@@ -193,9 +193,9 @@ def release(events: Sequence[Any]) -> None:
 
 
 def fits_one_call(seq_lens: tuple[int, ...], config: VllmConfig) -> bool:
-    """Whether a graph's single call takes this step: with a shared prefix its count of blocks may exceed the cache.
+    """True if a graph's single call takes this step: with a shared prefix its count of blocks may exceed the cache.
 
-    The operator counts a shared block for each request that reads it, and one for each padding row.
+    The operator counts a shared block for each request that reads it, and a block for each padding row.
     """
     blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
     needed = sum(-(-length // block_size) for length in seq_lens) + config.scheduler_config.max_num_seqs

@@ -1,8 +1,8 @@
-"""FULL_DECODE_ONLY: decode steps replayed as one graph, attention included (`captured`); also FULL_AND_PIECEWISE's.
+"""FULL_DECODE_ONLY: decode steps replayed as one graph, attention included (`captured`); also in FULL_AND_PIECEWISE.
 
-No hardware has run this yet. CANN 8.3 as published refuses to say how much workspace the call needs in TND, which is
-then reckoned; on 9.1 a call with other lengths may be another kernel. So it is tried out when the runner starts
-(`probe`); if anything fails, graphs are captured around attention (PIECEWISE) instead.
+No hardware has run this yet. CANN 8.3 as published does not report the call's workspace in TND, so it is calculated; on
+9.1 a call with other lengths may use another kernel. `probe` therefore tests it when the runner starts. On failure
+graphs are captured around attention (PIECEWISE) instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 
 def guard(runner: Any) -> None:
-    """Lets steps that do not fit into a graph's single call run without a full graph, where the call is split."""
+    """Runs steps that do not fit a graph's single call without a full graph, so that the call can be split."""
     from npu_gptoss.serving.lines import ascend as line
 
     config = runner.vllm_config
@@ -34,7 +34,7 @@ def guard(runner: Any) -> None:
 
 
 def _objection(config: VllmConfig, device: torch.device) -> str | None:
-    """Why decode steps cannot be captured as a whole here; None when they can."""
+    """Returns the reason why decode steps cannot be captured as a whole here; None if they can."""
     from npu_gptoss.serving.lines.ascend import layout_objection
 
     if objection := layout_objection(config.parallel_config):
@@ -50,7 +50,7 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
     if objection := limits.event_objection():
         return objection
     if ascend.heads_kept_apart():
-        return "this CANN merges heads wrongly, and the way round is not in a graph's single call"
+        return "this CANN merges heads wrongly, and a graph's single call has no workaround"
     return probe.full_graph_objection(
         heads=heads,
         kv_heads=kv_heads,
@@ -62,7 +62,7 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
 
 
 def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """The kernel that attention runs in steps without a full graph, if it is none of `attention/ascend.py`."""
+    """Returns the kernel that attention runs outside full graphs if it is not from `attention/ascend.py`."""
     call = signature(query=dtype, kv=dtype, sinks=dtype)
     for sliding_window in (False, True):
         traits = {"head_dim": head_dim, "block_size": block_size, "sliding_window": sliding_window}
@@ -73,8 +73,10 @@ def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | N
 
 
 def prepare(config: VllmConfig, device: torch.device) -> None:
-    """Before the runner reads its configuration: makes sure that this card computes rightly, and keeps full graphs if
-    they work here; else turns to PIECEWISE."""
+    """Checks the card's results, keeps full graphs if they work here, and else turns to PIECEWISE.
+
+    Call it before the runner reads its configuration.
+    """
     model, compilation = config.model_config, config.compilation_config
     if model.hf_config.model_type != MODEL_TYPE:
         return

@@ -1,4 +1,4 @@
-"""Settings and packages that gpt-oss on Ascend refuses, before anything is loaded."""
+"""Settings and packages that gpt-oss on Ascend refuses, before it loads anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-# Fields of --additional-config, each with the reason against it
+# Fields of --additional-config, each with the reason for its refusal
 OPTIONS = {
     "kv_cache_dtype": "the KV cache has the model's dtype",
     "torchair_graph_config.enabled": "graphs are ACL graphs",
@@ -40,12 +40,12 @@ _OPERATOR = "npu_fused_infer_attention_score_v2"
 
 
 def installed() -> str | None:
-    """The version of the installed vllm-ascend; None when it has no metadata."""
+    """Returns the version of the installed vllm-ascend; None without metadata."""
     return lines.installed("vllm-ascend", "vllm_ascend")
 
 
 def version_objection(release: str | None, line: lines.Line | None = None) -> Refusal | None:
-    """The refusal of a vllm-ascend outside of the window; None for one inside."""
+    """Returns the refusal of a vllm-ascend that is not supported; None if it is."""
     window = (line or lines.ascend_line()).vllm_ascend
     if window.has(release):
         return None
@@ -55,7 +55,7 @@ def version_objection(release: str | None, line: lines.Line | None = None) -> Re
 
 
 def operator_objection() -> Refusal | None:
-    """The refusal of a torch-npu without the attention operator; reads its registered schema, touches no device."""
+    """Returns the refusal of a torch-npu without the attention operator; reads its schema, opens no device."""
     import torch
     import torch_npu
 
@@ -72,7 +72,7 @@ def operator_objection() -> Refusal | None:
 
 
 def cann_objection() -> Refusal | None:
-    """The refusal of a CANN that computes wrongly without an error, by its files."""
+    """Returns the refusal of a CANN with silently wrong results, by its files."""
     place, _ = cann.find_toolkit()
     text = cann.toolkit_version(place) if place else ""
     if not place or not (wrong := cann.defect(text, cann.built(place))):
@@ -82,7 +82,7 @@ def cann_objection() -> Refusal | None:
 
 
 def triton_objection() -> Refusal | None:
-    """The refusal of a stack without its Triton: vLLM then leaves kernels as plain functions, and a step fails."""
+    """Returns the refusal of a stack without its Triton: vLLM then has plain functions as kernels, and a step fails."""
     from npu_gptoss.serving.lines.ascend import LAUNCHED
 
     kernels = {name: getattr(importlib.import_module(module), name) for module, name in LAUNCHED}
@@ -103,12 +103,12 @@ def triton_remedy(line: lines.Line) -> str:
 
 
 def event_objection() -> Refusal | None:
-    """The refusal of full decode graphs whose attention calls cannot wait for their lengths.
+    """Returns the refusal of full decode graphs whose attention calls cannot wait for their lengths.
 
     Loads torch_npu and opens no device.
 
-    torch-npu from 2.10 on makes an external event of a value in device memory. Where CANN has not the two calls for
-    that, what waits for an event before it is recorded is dropped, and a replayed call may read its lengths too early.
+    torch-npu from 2.10 on makes an external event from a value in device memory. If CANN lacks the two calls for it, a
+    wait that precedes the event's record is dropped, and a replayed call may read its lengths too early.
     """
     import torch_npu
 
@@ -124,14 +124,14 @@ def event_objection() -> Refusal | None:
 
 
 def _has_graphs(config: VllmConfig) -> bool:
-    """True as well before vLLM has filled in its default, which is to capture."""
+    """True also before vLLM has filled in its default, which is to capture."""
     from npu_gptoss.serving.lines.vllm import CUDAGraphMode
 
     return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
 
 def choose_graphs(config: VllmConfig) -> None:
-    """Sets the release's choice where the user made none."""
+    """Sets the release's default if the user chose none."""
     from npu_gptoss.serving.lines.ascend import GRAPHS
     from npu_gptoss.serving.lines.vllm import CUDAGraphMode
 
@@ -140,8 +140,8 @@ def choose_graphs(config: VllmConfig) -> None:
 
 
 def _kernel_checks(graphs: bool) -> Iterator[tuple[bool, Refusal]]:
-    """Kernels of plain torch operators read the rows of each expert, or packed scales, from the device: right, and
-    not capturable in a graph."""
+    """Refuses plain torch operators in graphs: they are correct but read each expert's rows, or packed scales, from the
+    device, which no graph can capture."""
     from npu_gptoss.kernels.registry import registry
     from npu_gptoss.kernels.selection import override_for, override_variable
     from npu_gptoss.moe.operations import EXPERTS
@@ -156,7 +156,7 @@ def _kernel_checks(graphs: bool) -> Iterator[tuple[bool, Refusal]]:
 
 
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
-    """Yields each refusal with whether this configuration, or this machine, asks for it."""
+    """Yields each refusal, with True if this configuration or machine asks for it."""
     from npu_gptoss.serving.lines.ascend import REPLAYS_IN_ORDER
     from npu_gptoss.serving.lines.vllm import sequence_parallelism
 
@@ -175,19 +175,19 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
         yield bool(value) and value != "auto", Refusal("--additional-config", name, why, out)
     for name, why in VARIABLES.items():
         yield os.environ.get(name) in _ON, Refusal(name, 1, why, "unset it")
-    # vllm-ascend takes rank * (experts here) for a rank's first expert, which is right for even shares alone: other
-    # ranks got the rows of experts that they do not have, and computed wrong answers.
+    # vllm-ascend takes rank * (experts here) as a rank's first expert. For uneven shares that is wrong: ranks got the
+    # rows of other ranks' experts and computed wrong answers.
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     wrong = parallel.enable_expert_parallel and experts % ranks != 0
-    why = f"vllm-ascend deals {experts} experts out rightly only to ranks that divide them"
+    why = f"vllm-ascend distributes {experts} experts correctly only over a number of ranks that divides them"
     remedy = "use as many ranks, or leave it out"
     yield wrong, Refusal("--enable-expert-parallel", f"on {ranks} ranks", why, remedy)
     wrong = graphs and not REPLAYS_IN_ORDER and config.scheduler_config.async_scheduling
-    why = "vllm-ascend 0.11.0 starts the next graph before the last one has ended, for wrong text or a hang"
+    why = "vllm-ascend 0.11.0 starts the next graph before the last one has ended, which gives wrong text or a hang"
     yield wrong, Refusal("--async-scheduling", None, why, "leave it out, or use --enforce-eager")
     yield from _kernel_checks(graphs)
 
 
 def dtypes() -> tuple[str, ...]:
-    """Dtypes of the operator with sinks: bfloat16, and float32 on the emulator on demand."""
+    """Returns the operator's dtypes: bfloat16, and float32 on the emulator on demand."""
     return ("bfloat16", "float32") if envs.get("ASCEND_EMULATOR_FP32") else ("bfloat16",)

@@ -1,8 +1,8 @@
 """gpt-oss's experts between vllm-ascend's dispatch and combine.
 
-Which way tokens travel (all-gather, multicast, all-to-all, MC2) is vllm-ascend's choice of the step. Its own experts
-drop the biases and the activation; so only `token_dispatch` and `token_combine` of its dispatchers are used, and what
-lies between them is `npu_gptoss.moe.ascend.grouped_mlp`, which takes counts and cumulative group lists alike.
+vllm-ascend chooses for each step how tokens travel (all-gather, multicast, all-to-all, MC2). Its own experts drop the
+biases and the activation; so we use only `token_dispatch` and `token_combine` of its dispatchers, and compute with
+`npu_gptoss.moe.ascend.grouped_mlp`, which takes counts and cumulative group lists alike.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ class AscendExpertsMethod(GptOssExpertsMethod):
         top_k: int,
         renormalize: bool,
         activation: str = "silu",
-        global_num_experts: int = -1,  # or num_experts, as the release calls it
+        global_num_experts: int = -1,  # later releases call it num_experts
         expert_map: torch.Tensor | None = None,
         enable_force_load_balance: bool = False,
         num_experts: int = -1,
         mc2_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """x [tokens, hidden], router_logits [tokens, experts] of all tokens that this rank's experts are to see."""
+        """x [tokens, hidden], router_logits [tokens, experts] of all tokens that this rank's experts receive."""
         self._check(activation, renormalize, options)
         prepared = layer.prepared_experts
         topk_weights, topk_ids = self.route(router_logits, top_k)
-        if enable_force_load_balance:  # in the profile run, whose rows are all alike
+        if enable_force_load_balance:  # in the profile run, whose rows are equal
             topk_ids = torch.randint_like(topk_ids, 0, max(global_num_experts, num_experts))
         method = comm_method()
         if not isinstance(prepared.weights, AscendExperts):
-            # a kernel chosen by name, such as small_ops, sorts and sums by itself: right while all tokens are here
+            # a kernel chosen by name, such as small_ops, sorts and sums on this rank: correct only with all tokens here
             if not isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
                 raise InputError(
                     f"the kernel {prepared.kernel.name} works where every rank sees all tokens, and this step goes by "
                     f"{type(method).__name__}; unset NPU_GPTOSS_KERNEL_MOE_EXPERTS"
                 )
             return experts_result(expert_mlp(x, prepared, topk_weights, topk_ids))
-        ids = topk_ids.to(torch.int32)  # as CANN's routing has them; another kernel's may be int64
+        ids = topk_ids.to(torch.int32)  # CANN's routing gives int32; another kernel may give int64
         rows, groups, kind, combine = dispatch(
             method, x, prepared.weights.weigh(topk_weights), ids, expert_map, mc2_mask
         )
         rows = grouped_mlp(rows, prepared.weights, groups, kind)
         if expert_map is not None:
-            # all-gather points rows of other ranks at the second row, with a weight of zero
+            # all-gather gives rows of other ranks the index of the second row and a weight of zero
             finite_first_rows(rows)
         return experts_result(combine(rows))

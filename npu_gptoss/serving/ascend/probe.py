@@ -1,4 +1,4 @@
-"""Whether the attention call can be captured, updated and replayed here: tried before anything depends on it."""
+"""Tests at the start that this card can capture, update and replay the attention call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_gptoss.serving.ascend import captured
 
 BLOCK_SIZE = 128
 CAPTURED = 77  # keys of each request
-# keys of each request in the replays after that, of two batch sizes: over a tile of 512 keys, and back again
+# keys of each request in the later replays, for two batch sizes: over a tile of 512 keys, and back
 REPLAYED = (
     ([1100, 200], [77, 1]),
     ([4097, 1, 513, 1], [77, 77, 77, 77], [4097, 1, 513, 1], [77, 77, 77, 77]),
@@ -24,7 +24,7 @@ REPLAYED = (
 def full_graph_objection(
     *, heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why not, in words; None when a window layer and a full layer both follow their updates."""
+    """Returns the reason against full graphs; None if a window layer and a full layer both follow their updates."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def full_graph_objection(
             )
             try:
                 pairs = _eager_and_replayed(arguments, sliding_window, replays)
-            except Exception as error:  # whatever the driver, the graph or the operator has against it
+            except Exception as error:  # from the driver, the graph or the operator
                 return f"{name}: {short(' '.join(str(error).split()), 400) or type(error).__name__}"
             first: dict[tuple[int, ...], torch.Tensor] = {}
             for lengths, (want, got) in zip(replays, pairs, strict=True):
@@ -64,10 +64,10 @@ def full_graph_objection(
 def _eager_and_replayed(
     arguments: dict[str, Any], window: int | None, replays: Sequence[list[int]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each of the replays what an eager call gives, and the replayed one.
+    """Returns the result of an eager call and of the replayed call for each replay.
 
-    The update comes before the replay. The other way round, as in service, a replay whose update is refused would wait
-    for ever, and take the card along into PIECEWISE.
+    Here the update precedes the replay. In service the replay comes first; a probe in that order would hang on a
+    refused update, and the card could then not run PIECEWISE either.
     """
     query, workspace = arguments["query"], captured.workspace(arguments, window)
     ends, at_capture = arguments["actual_seq_qlen"], arguments["actual_seq_kvlen"]

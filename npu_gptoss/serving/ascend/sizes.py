@@ -1,8 +1,8 @@
-"""At which numbers of tokens graphs are captured, when the user did not say.
+"""Default numbers of tokens for which graphs are captured.
 
-vLLM asks for 81 sizes up to 992 for gpt-oss. On Ascend each is captured once a layer, start-up takes minutes, and most
-can never be used by a decode step, which has at most `max_num_seqs` tokens. What remains, vllm-ascend thins out to its
-budget of streams when graphs are captured piecewise (`update_aclgraph_sizes`).
+vLLM asks for 81 sizes up to 992 for gpt-oss. On Ascend each is captured once a layer, so the start takes minutes, and
+decode steps have at most `max_num_seqs` tokens, so most sizes stay unused. vllm-ascend reduces the rest to its budget
+of streams when graphs are captured piecewise (`update_aclgraph_sizes`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from npu_gptoss.graphs import buckets
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
 
-STREAMS = 1984  # of an A2 or A3 device, by CANN's documents; all processes on it share them
-BUDGET = 1800  # of them vllm-ascend 0.11.0 hands out to graphs
+STREAMS = 1984  # of an A2 or A3 device, from CANN's documents; all its processes share them
+BUDGET = 1800  # streams that vllm-ascend 0.11.0 gives to graphs
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Those of `graphs`, and at least two: vLLM takes one for a maximum."""
+    """Returns the sizes of `graphs`, but at least two: vLLM takes a single size for a maximum."""
     return buckets.capture_sizes(max(2, max_num_seqs))
 
 
 def _factor(groups: int, aiv: bool) -> int:
-    """Streams that one captured piece takes."""
+    """Returns the streams of one captured piece."""
     return 1 + groups if aiv else 1 + 2 * groups
 
 
 def most_sizes(layers: int, *, groups: int = 0, aiv: bool = False) -> int:
-    """How many sizes vllm-ascend 0.11.0 lets be captured piecewise: the arithmetic of its `update_aclgraph_sizes`.
+    """Returns how many sizes vllm-ascend 0.11.0 captures piecewise, with the arithmetic of `update_aclgraph_sizes`.
 
     groups: groups of communication with more than one rank. aiv: HCCL_OP_EXPANSION_MODE=AIV. Without speculative
     decoding and expert parallelism.
@@ -39,12 +39,12 @@ def most_sizes(layers: int, *, groups: int = 0, aiv: bool = False) -> int:
 
 
 def streams(count: int, layers: int, *, groups: int = 0, aiv: bool = False) -> int:
-    """What `count` sizes take, by the same arithmetic."""
+    """Returns the streams that `count` sizes take, with the same arithmetic."""
     return count * (layers + 1) * _factor(groups, aiv) + (0 if aiv else 40 * groups)
 
 
 def cap(config: VllmConfig) -> None:
-    """Before vLLM's own update of this model, which widens the list if it is still the default. A user's stays."""
+    """Sets the sizes before vLLM's own update for this model widens its default list. A user's list stays."""
     from npu_gptoss.serving.lines.vllm import choose_sizes
 
     choose_sizes(config, capture_sizes(config.scheduler_config.max_num_seqs))

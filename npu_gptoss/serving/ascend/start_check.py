@@ -1,8 +1,8 @@
 """Checks the card before the first request: attention, routing, experts, projections and norms.
 
-The short calls of the self-tests (`npu_gptoss.verify.self_test`), with the sizes of this rank; they take a second. A
-known defect with a safe workaround gets it, and one line in the log. Any other wrong result ends the start, because
-text would be wrong without an error.
+Runs the short self-tests (`npu_gptoss.verify.self_test`) with this rank's sizes; they take a second. A known defect
+with a safe workaround gets the workaround and a log entry. Any other wrong result ends the start, because text would be
+wrong without an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPEATS = 3
 
 @functools.cache
 def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises InputError with each wrong call and its suspect, unless there is a workaround, which is then taken."""
+    """Raises InputError with each wrong call and its suspect, unless a workaround exists, which is then enabled."""
     query = torch.empty(1, heads, HEAD_DIM, device="meta", dtype=dtype)
     cache = torch.empty(1, BLOCK, kv_heads, HEAD_DIM, device="meta", dtype=dtype)
     if not _is_of_cann(select_kernel(PAGED, *paged_call(1, query, cache, query, None))):
@@ -49,7 +49,7 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
         if not (still := _wrong(attention_calls.results(rank, Depth.START))):
             logger.warning(
                 "CANN's attention merges heads wrongly above 512 keys here (%s). Decode calls carry one more "
-                "request of two rows, which keeps heads apart: right, and slower. A newer CANN may have it repaired.",
+                "request of two rows, which keeps heads apart: correct but slower. A newer CANN may have it repaired.",
                 wrong[0].suspect,
             )
             Record.of().remember(stack(), way_round="decode calls carry one more request of two rows (merged heads)")
@@ -63,8 +63,8 @@ def _wrong(found: Iterable[Result]) -> list[Result]:
 
 
 def rest(config: VllmConfig, device: torch.device) -> None:
-    """Everything but attention, in the sizes of this rank, before its weights take the memory. Raises InputError."""
-    with torch.inference_mode():  # as a server calls them
+    """Checks everything except attention, in this rank's sizes, before weights take the memory. Raises InputError."""
+    with torch.inference_mode():  # as in a server
         routed(_rank(config, device))
         around(_rank(config, device))
     torch.npu.empty_cache()
@@ -73,7 +73,7 @@ def rest(config: VllmConfig, device: torch.device) -> None:
 
 
 def _rank(config: VllmConfig, device: torch.device) -> Rank:
-    """This rank's part of each layer, as vLLM will cut it."""
+    """Returns this rank's part of each layer, as vLLM will split it."""
     model, parallel, hf = config.model_config, config.parallel_config, config.model_config.hf_config
     parts, experts_here = expert_share(config)
     return Rank(
@@ -91,7 +91,7 @@ def _rank(config: VllmConfig, device: torch.device) -> Rank:
 
 @functools.cache
 def routed(rank: Rank) -> None:
-    """Raises InputError for wrong routing or experts, where CANN's operators are what serves."""
+    """Raises InputError for wrong routing or experts if CANN's operators compute them."""
     if _is_of_cann(select_kernel(ROUTE, *route_call(rank.dtype))):
         _refuse("routing computes", _wrong(experts.routing(rank, Depth.START)), ROUTE.name)
     call = experts_call(
@@ -109,7 +109,7 @@ def routed(rank: Rank) -> None:
 
 @functools.cache
 def around(rank: Rank) -> None:
-    """Raises InputError for wrong projections or norms; there is no other kernel for them."""
+    """Raises InputError for wrong projections or norms, which have no other kernel."""
     _refuse("projections or norms compute", _wrong(dense.results(rank, Depth.START)))
 
 
@@ -128,12 +128,12 @@ def tell_what_was_seen() -> None:
 
 
 def _is_of_cann(selected: SelectedKernel) -> bool:
-    """CANN's operator is what serves. Another kernel is the user's choice and has none of CANN's defects."""
+    """True if CANN's operator is selected. Another kernel is the user's choice and has none of CANN's defects."""
     return selected.kernel.solution == "ascend"
 
 
 def _refuse(what: str, wrong: list[Result], operation: str = "") -> None:
-    """Raises InputError if anything is wrong. operation: the one whose plain torch kernel is a way out."""
+    """Raises InputError if a result is wrong. operation: the one with a plain torch kernel as a workaround."""
     if not wrong:
         return
     variable = f"NPU_GPTOSS_KERNEL_{operation.replace('.', '_').upper()}"

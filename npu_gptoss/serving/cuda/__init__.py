@@ -1,4 +1,4 @@
-"""gpt-oss under `vllm serve` on NVIDIA GPUs, from vLLM 0.33 on: the offline engine's model as vLLM's.
+"""gpt-oss under `vllm serve` on NVIDIA GPUs, from vLLM 0.33 on: the offline engine's model inside vLLM.
 
-`model.py` is the class that vLLM builds, `cache.py` what vLLM asks of a layer whose keys and values it keeps.
+`model.py` is the class that vLLM builds; `cache.py` describes each layer's KV cache to vLLM.
 """

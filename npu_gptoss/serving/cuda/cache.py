@@ -1,7 +1,7 @@
-"""What vLLM asks of an attention layer: which keys and values it is to keep, and what a step looks like to it.
+"""The attention layer's interface to vLLM: the KV cache that vLLM keeps, and the metadata of a step.
 
-The model computes attention itself (`npu_gptoss.attention`), so a layer here is its cache and nothing more. Layers with
-a window form a group of their own, of which vLLM frees the blocks behind the window.
+The model computes attention itself (`npu_gptoss.attention`), so a layer here only holds its cache. Layers with a window
+form a separate group, and vLLM frees their blocks behind the window.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     get_block_table_width,
 )
 
-# Of the kernels, said as vLLM's own backends say it: so the layer of an EAGLE3 head is of the same kind as the layers
-# without a window. Sizes in a list make another kind of it, and then vLLM gives each layer a group of its own, and at
-# every step a table of blocks and metadata: 25 of each for 20b.
+# Block sizes of the kernels, in the form of vLLM's own backends: so an EAGLE3 head's layer has the same kind as the
+# layers without a window. A list of sizes makes another kind, and vLLM then builds a group, a block table and metadata
+# for each layer at every step: 25 of each for 20b.
 BLOCK_SIZES = MultipleOf(16)
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What the projections read of a step: slot_mapping [rows], where each row's key and value go; negative: nowhere.
+    """The step's slots for the projections. slot_mapping [rows]: where each row's key and value go; negative: nowhere.
 
-    The tensor stays where it is and vLLM fills the rows behind the real ones with -1, so a graph may hold it.
+    The tensor keeps its address and vLLM fills the padding rows with -1, so a graph may hold it.
     """
 
     slot_mapping: torch.Tensor
@@ -49,10 +49,10 @@ class Slots:
 
 
 class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
-    """A step of vLLM's for the layers of one group. Nothing is copied from the device.
+    """Builds a step's metadata for the layers of one group, without a copy from the device.
 
-    A request that verifies drafts has several rows of decode, and how many keys they see only the device knows: it may
-    have refused drafts that the host still counts. Each such row is then a request of its own, with the same blocks.
+    A request that verifies drafts has several decode rows, and only the device knows how many keys they see: it may
+    have rejected drafts that the host still counts. Each such row becomes a separate request with the same blocks.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -65,7 +65,7 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
         self.most_rows = 1 + (speculative.num_speculative_tokens or 0 if speculative else 0)
         if self.most_rows > 1:
             rows = vllm_config.scheduler_config.max_num_seqs * self.most_rows
-            # of the runner's tables, which it makes wider than the longest request needs
+            # the width of the runner's tables, which exceeds the need of the longest request
             width = get_block_table_width(
                 kv_cache_spec.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len),
                 kv_cache_spec.block_size,
@@ -78,8 +78,8 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StepMetadata:
-        """Equally few rows of each request: the device's own lengths, which a full graph reads anew at every replay,
-        where a padding row has none. Else the host's, which vLLM knows exactly where nothing is verified."""
+        """Uses the device's lengths if all requests have the same few rows: a full graph reads them at each replay, and
+        padding rows have none. Else uses the host's lengths, which are exact unless drafts are verified."""
         common, requests = common_attn_metadata, common_attn_metadata.num_reqs
         rows, table, lengths = common.max_query_len, common.block_table_tensor[:requests], common.seq_lens[:requests]
         if rows <= self.most_rows and requests * rows == common.num_actual_tokens:
@@ -92,7 +92,7 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
         return step if self.most_rows == 1 else verifying(step, lengths, common.is_prefilling[:requests].tolist())
 
     def _each_row(self, table: torch.Tensor, lengths: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Table and lengths of rows in place of requests, at addresses that stay."""
+        """Returns a table and lengths by row instead of by request, at fixed addresses."""
         requests, width = table.shape
         behind = self._behind[self.most_rows - rows :]
         tables, seen = self._table[: requests * rows, :width], self._lengths[: requests * rows]
@@ -102,7 +102,7 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
 
 
 def verifying(step: AttentionMetadata, lengths: torch.Tensor, prefilling: list[bool]) -> AttentionMetadata:
-    """The same step with each row of a request that decodes as a request of its own, seen as far as `lengths` says."""
+    """Splits each decoding request into one request for each row, with the keys that `lengths` gives."""
     starts, most, request, behind = [0], [], [], []
     for index, (first, end) in enumerate(pairwise(step.query_start_loc)):
         for piece_end in (end,) if prefilling[index] else range(first + 1, end + 1):
@@ -122,7 +122,7 @@ def verifying(step: AttentionMetadata, lengths: torch.Tensor, prefilling: list[b
 
 
 class SinkBackend(AttentionBackend):
-    """Says what the kernels take of a cache."""
+    """Describes to vLLM the caches that the kernels accept."""
 
     @staticmethod
     def get_name() -> str:
@@ -151,15 +151,15 @@ class LayerCache(AttentionLayerBase):
     pair: KVCache | None
 
     def __init__(self, name: str, *, heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
-        """heads: of queries, of this rank, as kv_heads; window: keys that a query sees, its own included, or None."""
+        """heads: query heads of this rank, as kv_heads; window: keys that a query sees, its own included, or None."""
         self.name, self.window = name, window
         self.num_heads, self.num_kv_heads, self.head_size = heads, kv_heads, head_dim
         self.kv_cache = torch.empty(0)
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """As vLLM and its connectors have it: [blocks, kv_heads, block_size, 2 * head_dim], each key followed by its
-        value; empty before vLLM has allocated it, and when vLLM frees it."""
+        """The cache in the layout of vLLM's connectors: [blocks, kv_heads, block_size, 2 * head_dim], each key followed
+        by its value. Empty before vLLM allocates it and after vLLM frees it."""
         return self._kv_cache
 
     @kv_cache.setter

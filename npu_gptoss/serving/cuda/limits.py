@@ -1,4 +1,4 @@
-"""Settings of vLLM that the model for NVIDIA GPUs refuses, before anything is loaded. Imports no vLLM."""
+"""Settings of vLLM that the model for NVIDIA GPUs refuses before loading. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
 
-# vLLM's graphs that break off at a function, in place of the graphs that torch.compile cuts
+# vLLM's graphs that break off at a function, instead of torch.compile's pieces
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
-    """Yields each refusal with whether this configuration asks for it."""
+    """Yields each refusal, with True if this configuration asks for the setting."""
     parallel, model, offload, out = config.parallel_config, config.model_config, config.offload_config, "leave it out"
     positions = model.hf_config.max_position_embeddings  # rows of the table of rotary angles
     mxfp4, wish = bool(getattr(model.hf_config, "quantization_config", None)), envs.get(VARIABLE)
     pipeline, contexts = parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size
     experts, length = parallel.enable_expert_parallel, model.max_model_len
-    why, remedy = "the weights are made when they are loaded", "give the path of a checkpoint"
+    why, remedy = "the model is built while its weights load", "give the path of a checkpoint"
     yield config.load_config.load_format == "dummy", Refusal("--load-format", "dummy", why, remedy)
-    why = "layers are not dealt out to GPUs"
+    why = "layers cannot be split over GPUs"
     yield pipeline > 1, Refusal("--pipeline-parallel-size", pipeline, why, "use --tensor-parallel-size")
     if uncut := uncut_objection(model.hf_config.intermediate_size, parallel.tensor_parallel_size):
         yield mxfp4 and not experts, uncut
@@ -39,7 +39,7 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield contexts > 1, Refusal("--prefill-context-parallel-size", contexts, why, out)
     why = f"the checkpoint has {positions} positions"
     yield length > positions, Refusal("--max-model-len", length, why, "ask for no more")
-    yield parallel.ubatch_size > 1, Refusal("--ubatch-size", parallel.ubatch_size, "steps are not halved", out)
+    yield parallel.ubatch_size > 1, Refusal("--ubatch-size", parallel.ubatch_size, "steps cannot be halved", out)
     why = "the weights stay on the GPU"
     yield offload.uva.cpu_offload_gb > 0, Refusal("--cpu-offload-gb", offload.uva.cpu_offload_gb, why, out)
     group = offload.prefetch.offload_group_size
@@ -55,5 +55,5 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
 
 
 def choose_graphs() -> None:
-    """Runs before vLLM decides how it captures."""
+    """Selects vLLM's breakable graphs. Call it before vLLM decides how to capture."""
     os.environ.setdefault(BREAKABLE, "1")

@@ -1,8 +1,8 @@
-"""gpt-oss for vLLM on NVIDIA GPUs: `npu_gptoss.model.transformer.GptOss`, whose caches vLLM allocates and schedules.
+"""gpt-oss for vLLM on NVIDIA GPUs: `npu_gptoss.model.transformer.GptOss` with vLLM's KV cache and scheduler.
 
-A step of decode is one graph of vLLM's, attention included. Of a mixed step vLLM captures what lies between two
-attentions, and breaks off at `attend`, which runs with the lengths of the step. Both are captured once for each of
-vLLM's sizes. Rows that pad a size write no key, read no expert and come out of attention as zeros.
+vLLM captures a decode step as one graph, attention included. Of a mixed step it captures the parts between attentions
+and breaks off at `attend`, which runs with the step's lengths. Both are captured once for each of vLLM's sizes. Padding
+rows write no key, read no expert and come out of attention as zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("vllm.npu_gptoss")
 def attend(model: GptOssForCausalLM, index: int, layer_name: str, query: torch.Tensor, out: torch.Tensor) -> None:
     """Attention of layer `index` over its cache, into `out`: [rows, heads, head_dim] as query.
 
-    layer_name: by which vLLM waits for the keys that a connector loads, and hands it those that are there now.
+    layer_name: vLLM's key to wait for keys that a connector loads, and to give it the new ones.
     """
     pair, steps = model.caches[index].pair, get_forward_context().attn_metadata
     if not steps or pair is None:  # vLLM measures memory, or warms up, without keys
@@ -55,9 +55,9 @@ def attend(model: GptOssForCausalLM, index: int, layer_name: str, query: torch.T
 
 
 class GptOssForCausalLM(nn.Module, SupportsEagle3):
-    """What vLLM asks of a model. The weights are `gptoss`, which is made when they are loaded.
+    """The class that vLLM builds. `gptoss` holds the weights and is made when they load.
 
-    `model` and `lm_head` are for an EAGLE3 head, which looks for its target's embedding and vocabulary there.
+    An EAGLE3 head finds its target's embedding and vocabulary in `model` and `lm_head`.
     """
 
     gptoss: GptOss
@@ -92,17 +92,18 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """vLLM's second runner asks for it; the first has none of what it derives from."""
+        """Used by vLLM's second runner; the first lacks the base class."""
         from npu_gptoss.serving.cuda.state import StepState
 
         return StepState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """weights: the checkpoint's tensors by their official names, all of them. Raises CheckpointError, and
-        InputError for a second set: it would lie elsewhere, and graphs have the addresses of the first."""
+        """weights: all tensors of the checkpoint by their official names. Raises CheckpointError, and InputError for a
+        second set: it would have other addresses than captured graphs hold."""
         if hasattr(self, "gptoss"):
             raise InputError(
-                "The weights of a running server stay as they are; start the server again for others.", field="weights"
+                "The weights of a running server cannot be replaced; start the server again with others.",
+                field="weights",
             )
         form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)
         tensors = checked_values(readable(weights, self.config, self.checkpoint), self.dtype, self.checkpoint)
@@ -125,7 +126,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         warm_up(self.gptoss, [cache.pair for cache in self.caches], reach)
 
     def _share(self) -> None:
-        """The embedding, which every rank has whole, and this rank's rows of lm_head, as modules of vLLM's."""
+        """Wraps the embedding, complete on every rank, and this rank's rows of lm_head as vLLM modules."""
         self.model.embed_tokens = nn.Embedding.from_pretrained(self.gptoss.embedding)
         with torch.device("meta"):
             self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size)
@@ -136,7 +137,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         self.aux_layers = frozenset(layers)
 
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """As vLLM has it."""
+        """Returns vLLM's default layers."""
         return 2, len(self.caches) // 2, len(self.caches) - 3
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -150,14 +151,14 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         intermediate_tensors: None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
-        """input_ids, positions [rows]; rows past those of the step are padding. -> normed hidden states [rows, hidden],
-        and what an EAGLE3 head wants of the layers before, alike.
+        """input_ids, positions [rows]; rows past the step's are padding. -> normed hidden states [rows, hidden], and a
+        list of hidden states of earlier layers for an EAGLE3 head.
 
-        The other two are vLLM's for pipelines and embedded prompts, which `limits` refuses.
+        The other two arguments are for pipelines and embedded prompts, which `limits` refuses.
         """
         model, context = self.gptoss, get_forward_context()
-        # vLLM marks a draft that nobody proposed by -1, and of logits that are NaN its kernel may pick a token behind
-        # the last. An embedding asked for either is an assertion on the device, which ends everybody's requests.
+        # vLLM marks a missing draft by -1, and from NaN logits its kernel may pick a token past the vocabulary. Either
+        # id would raise a device assertion in the embedding, which ends all requests.
         input_ids = input_ids.clamp(0, self.config.vocab_size - 1)
         live = live_rows(context, self.caches[0].name, len(input_ids))
         slots = context.slot_mapping or {}
@@ -182,16 +183,16 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         return self.gptoss.head(hidden_states)
 
     def _gather_for_nothing(self) -> None:
-        """Takes, in vLLM's run that measures memory, what attention over the longest prompts will."""
+        """Allocates the memory for attention over the longest prompts while vLLM measures memory."""
         keys, _ = self._nothing
         keys.new_empty(2, keys.shape[2] * max(ROUND_KEYS, self.max_model_len), keys.shape[3])
 
 
 def live_rows(context: ForwardContext, name: str, rows: int) -> torch.Tensor | None:
-    """[rows], 0 for those that are padding, at an address that stays; None where no row is.
+    """Returns [rows], 0 for padding rows, at a fixed address; None if there is no padding.
 
-    A graph of pieces is captured in a step of decode and replayed in any: only its slots say which rows are padding. A
-    graph of a whole step is captured as if there were none (`cudagraph_runtime_mode` is NONE), of a step of decode.
+    A piecewise graph is captured in a decode step and replayed in any step: only its slots mark the padding rows. A
+    full graph is captured as a decode step without padding (`cudagraph_runtime_mode` is NONE).
     """
     if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
         slots = (context.slot_mapping or {}).get(name)

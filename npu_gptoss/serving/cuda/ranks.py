@@ -16,11 +16,11 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
 
 
 class TensorParallel(Ranks):
-    """Sums and gathers by vLLM's communicators, which know the fast ways and graphs."""
+    """Sums and gathers with vLLM's communicators, which have the fast paths and support graphs."""
 
     @classmethod
     def of(cls, config: VllmConfig) -> TensorParallel | None:
-        """None: this rank has all of the model."""
+        """Returns None if this rank has the whole model."""
         size = get_tensor_model_parallel_world_size()
         experts = EXPERT if config.parallel_config.enable_expert_parallel else TENSOR
         return None if size == 1 else cls(Shard(get_tensor_model_parallel_rank(), size, experts))

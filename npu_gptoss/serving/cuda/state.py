@@ -1,7 +1,7 @@
-"""What vLLM's second runner asks of a model beside its forward pass, by the hooks that it has for models.
+"""Model hooks of vLLM's second runner, besides the forward pass.
 
-One request waits for the host of a step, not for the device, so what nobody reads is not made here: the metadata of a
-step that replays one graph, and the counts and gathers of a step that samples one token a row.
+At batch 1 a step is host-bound, so unused metadata is not built: none for a step that replays one graph, and no counts
+or gathers for a step that samples one token per row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from npu_gptoss import dense
 from npu_gptoss.serving.lines.vllm_0_33 import CUDAGraphMode, DefaultModelState, Sampler, SamplerOutput, gumbel_sample
 
-# From so many rows on our kernels pick greedy ones: on an H100 vLLM's takes 51 us at 32 rows and 75 at 128. Fewer
-# rows wait for the host, and ours are two launches.
+# From this many rows on our kernels pick greedy tokens: on an H100 vLLM's take 51 us at 32 rows and 75 at 128. With
+# fewer rows the host is the limit, and ours need two launches.
 GREEDY_ROWS = 8
 
 
 class StepState(DefaultModelState):
-    """vLLM's, for a model whose attention reads its step from buffers that stay (`cache.StepBuilder`)."""
+    """vLLM's state for a model whose attention reads the step from fixed buffers (`cache.StepBuilder`)."""
 
     def prepare_attn(
         self,
@@ -33,8 +33,8 @@ class StepState(DefaultModelState):
         for_capture: bool = False,
         **more: Any,
     ) -> dict[str, Any]:
-        """A replay reads the buffers that its capture saw. Drafts to verify are spread over rows for it, a connector of
-        caches may look at the metadata, and so may half batches (`ubatch_idx`): there it is built."""
+        """Skips the metadata if the step replays a graph, which reads the buffers of its capture. Builds it if drafts
+        are verified (they are spread over rows), for a connector of caches and for half batches (`ubatch_idx`)."""
         config = self.vllm_config
         unread = config.speculative_config is None and config.kv_transfer_config is None and not more
         if unread and not for_capture and cudagraph_mode == CUDAGraphMode.FULL:
@@ -51,28 +51,28 @@ class StepState(DefaultModelState):
         )
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, None] | None:
-        """None, vLLM's own, where drafts are verified or tokens watermarked."""
+        """Returns None, for vLLM's sampler, if drafts are verified or tokens are watermarked."""
         if type(sampler) is not Sampler or self.vllm_config.speculative_config is not None:
             return None
         return PlainSampler.of(sampler), None
 
 
 class PlainSampler(Sampler):
-    """vLLM's sampler, with a short way through it for a step of decode whose requests want nothing but tokens."""
+    """vLLM's sampler with a shortcut for decode steps whose requests need only tokens."""
 
-    _plain: bytes | None  # the requests, by row, of the last step that went the short way
-    _greedy: bool  # whether all of these are
+    _plain: bytes | None  # the requests, by row, of the last step that took the shortcut
+    _greedy: bool  # True if all of these are greedy
     _counts: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def of(cls, sampler: Sampler) -> PlainSampler:
-        """The same, its state included."""
+        """Copies a sampler with its state."""
         made = cls.__new__(cls)
         vars(made).update(vars(sampler), _plain=None, _greedy=False, _counts={})
         return made
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """The only place where what a request wants changes."""
+        """Resets the shortcut: a request's options change only here."""
         self._plain = None
         super().add_request(req_idx, sampling_params)
 
@@ -83,7 +83,7 @@ class PlainSampler(Sampler):
             return super().__call__(logits, input_batch)
         states = self.sampling_states
         if self._greedy and rows >= GREEDY_ROWS:
-            sampled = dense.greedy(logits).clamp_(min=0)  # vLLM has no word for a row that is not finite
+            sampled = dense.greedy(logits).clamp_(min=0)  # vLLM has no value for a row that is not finite
         else:
             sampled = gumbel_sample(
                 logits,
@@ -108,7 +108,7 @@ class PlainSampler(Sampler):
         )
 
     def _wants_tokens_only(self, requests: np.ndarray) -> bool:
-        """requests: the row of each in the tables. Looked at when one of them is new."""
+        """requests: each request's row in the tables. Checks them again if one is new."""
         key = requests.tobytes()
         if key == self._plain:
             return True

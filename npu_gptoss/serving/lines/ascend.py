@@ -1,4 +1,4 @@
-"""vllm-ascend's names and shapes, as the line of this process has them; as `lines.vllm` for vLLM's."""
+"""vllm-ascend's names and shapes in the release of this process; `lines.vllm` has vLLM's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from npu_gptoss.serving.lines import here
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # asked for by the import system
+    if name.startswith("__"):  # the import system looks for these
         raise AttributeError(name)
     return getattr(here().module("ascend"), name)

@@ -1,16 +1,16 @@
-"""A KV connector: one server computes a prompt and another decodes it, through a folder that both reach (vLLM 0.11).
+"""A KV connector for vLLM 0.11: one server computes a prompt, another decodes it; a shared folder holds the cache.
 
     --kv-transfer-config.kv_connector SharedFolderConnector
     --kv-transfer-config.kv_connector_module_path npu_gptoss.serving.lines.shared_storage_0_11
 
-It derives from vLLM's `SharedStorageConnector`, an example for one GPU and one prompt a step, which
+It derives from vLLM's `SharedStorageConnector`, an example for one GPU and one prompt a step, and repairs its defects:
 
-* reads with `.cuda()`, and expects a layer's cache as one tensor: vllm-ascend has two;
-* stores a prompt of several steps at its first step, with blocks that are not computed yet;
-* names files alike on each rank of tensor parallelism, and finds them while they are written;
-* looks for a prompt of k blocks and one token under the name of k - 1 blocks. Another prompt may have that name, and
-  then the missing file ends the engine;
-* skips tokens of a prompt whose log-probabilities were requested.
+* it reads with `.cuda()` and expects a layer's cache as one tensor; vllm-ascend has two;
+* it stores a prompt of several steps at its first step, before all blocks are computed;
+* it uses the same file names on each rank of tensor parallelism, and reads files that are still being written;
+* it looks for a prompt of k blocks and one token under the name of k - 1 blocks. If another prompt has that name, the
+  missing file ends the engine;
+* it skips prompt tokens whose log-probabilities were requested.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import shared_storage_connecto
 
 
 def parts(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values, each [slots, heads, head_dim], whether they are one tensor or two."""
+    """Splits a layer's cache of one or two tensors into keys and values, each [slots, heads, head_dim]."""
     key, value = cache
     return key.flatten(0, 1), value.flatten(0, 1)
 
 
 class SharedFolderConnector(vllms.SharedStorageConnector):
-    """In each process either the scheduler's half or a worker's."""
+    """Contains the scheduler's half and the worker's half; a process uses one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,7 +46,7 @@ class SharedFolderConnector(vllms.SharedStorageConnector):
     # the scheduler's half
 
     def _stored(self, prompt: list[int]) -> int:
-        """How many tokens of it are there from every rank; at least one is left to compute."""
+        """Returns how many prompt tokens every rank has stored; at least one is left to compute."""
         tokens = vllms.align_to_block_size(len(prompt), self._block_size)
         key = torch.tensor(prompt)[:tokens]
         return tokens if tokens and all(self._file(key, rank).exists() for rank in range(self._ranks)) else 0
@@ -57,7 +57,7 @@ class SharedFolderConnector(vllms.SharedStorageConnector):
         return max(0, self._stored(request.prompt_token_ids) - num_computed_tokens), False
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """What this step reads, before it computes, and what it stores, of the prompts whose end it computes."""
+        """Lists the prompts that this step reads before it computes, and the completed prompts that it stores."""
         meta = vllms.SharedStorageConnectorMetadata()
 
         def add(prompt: list[int], blocks: list[int], is_store: bool) -> None:
@@ -77,7 +77,7 @@ class SharedFolderConnector(vllms.SharedStorageConnector):
             if again.resumed_from_preemption[index]:
                 if name in self._requests_need_load:
                     add(self._requests_need_load[name].prompt_token_ids, more, False)
-                self._in_prefill.pop(name, None)  # its blocks are others now
+                self._in_prefill.pop(name, None)  # its blocks have changed
             elif name in self._in_prefill:
                 self._in_prefill[name][1].extend(more)
         for name in scheduler_output.finished_req_ids:
@@ -92,7 +92,7 @@ class SharedFolderConnector(vllms.SharedStorageConnector):
     # a worker's half
 
     def _requests(self, is_store: bool) -> list[tuple[Path, torch.Tensor]]:
-        """Each one's file of this rank, and the slots of its tokens."""
+        """Returns each request's file on this rank, and the slots of its tokens."""
         rank = get_world_group().rank % self._ranks  # data parallel engines are copies
         requests = self._get_connector_metadata().requests
         return [
@@ -118,7 +118,7 @@ class SharedFolderConnector(vllms.SharedStorageConnector):
                 tensors[f"{layer_name}.{of}"] = part[slots.to(part.device)]
 
     def wait_for_save(self) -> None:
-        """Each file appears when it is whole."""
+        """Gives each file its final name when it is complete."""
         for file, tensors in self._read_out.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(f".{os.getpid()}")

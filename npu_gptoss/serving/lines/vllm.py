@@ -1,4 +1,4 @@
-"""vLLM's names and shapes, as the line of this process has them: `from npu_gptoss.serving.lines.vllm import …`."""
+"""vLLM's names and shapes in the release of this process: `from npu_gptoss.serving.lines.vllm import …`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from npu_gptoss.serving.lines import here
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # asked for by the import system
+    if name.startswith("__"):  # the import system looks for these
         raise AttributeError(name)
     return getattr(here().module("vllm"), name)

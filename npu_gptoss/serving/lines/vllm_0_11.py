@@ -1,4 +1,4 @@
-"""vLLM 0.11.0: where its names are, and the shapes that other releases have changed."""
+"""Names and signatures of vLLM 0.11.0 that differ between releases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _LAYERS = "vllm.model_executor.layers"
 _MODELS = "vllm.model_executor.models"
 
-# The names that serving takes from vLLM, by module; here those that vLLM 0.23.0 has in the same place.
+# Names that serving imports from vLLM, by module. vLLM 0.23.0 has these in the same place.
 STAYED: dict[str, tuple[str, ...]] = {
     "vllm": ("ModelRegistry",),
     "vllm.compilation.decorators": ("support_torch_compile",),
@@ -68,31 +68,31 @@ def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
 
 
-# Loggers that write a traceback for each stream that fails.
+# Loggers that write a traceback for each failed stream.
 TALKATIVE = ("vllm.entrypoints.openai.serving_completion",)
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
-MXFP4_NAMES = ("mxfp4",)  # in config.json, as this vLLM hands it over
-# What `--quantization` may be once vLLM has looked at the checkpoint.
+MXFP4_NAMES = ("mxfp4",)  # in vLLM's copy of config.json
+# Values that `--quantization` may have after vLLM has read the checkpoint.
 QUANTIZATIONS = (None, MXFP4_NAME)
 DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
 
 
 def as_written(config: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's copy of config.json is as the checkpoint has it."""
+    """Returns vLLM's copy of config.json; this release does not change it."""
     return config
 
 
 def register_formats() -> None:
-    """vLLM must know our name for MXFP4 before it reads a checkpoint."""
+    """Registers our name for MXFP4 before vLLM reads a checkpoint."""
     from npu_gptoss.serving import quantization
 
     quantization.register()
 
 
-# What vLLM's experts layer is built with beyond what every release takes.
+# Arguments for vLLM's experts layer beyond those of every release.
 EXPERTS_LAYER_OPTIONS: dict[str, Any] = {"reduce_results": True}
-# What it passes to `apply` and this model does not use, with the value that means so; here what 0.23 passes, too.
+# Arguments that it passes to `apply` and this model does not use, with the value for "not used"; 0.23 passes them too.
 STAYED_OPTIONS: dict[str, Any] = {
     "use_grouped_topk": False,
     "topk_group": None,
@@ -112,9 +112,9 @@ UNUSED_EXPERTS_OPTIONS = STAYED_OPTIONS | {
 
 
 def choose_sizes(config: Any, sizes: list[int]) -> None:
-    """At which numbers of tokens graphs are captured, unless the user said."""
+    """Sets the numbers of tokens that graphs are captured for, unless the user did."""
     scheduler = config.scheduler_config
-    # what vLLM fills in when --cuda-graph-sizes is left out
+    # vLLM's value when --cuda-graph-sizes is left out
     default = [min(scheduler.max_num_seqs * 2, 512)]
     if config.compilation_config.cudagraph_capture_sizes is None and scheduler.cuda_graph_sizes == default:
         scheduler.cuda_graph_sizes = sizes
@@ -125,18 +125,18 @@ def sequence_parallelism(config: Any) -> bool:
 
 
 def activation_name(activation: Any) -> str:
-    """The experts' activation as the checkpoint's kernels call it."""
+    """Returns the name of the experts' activation that the kernels use."""
     return activation
 
 
 def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A step's `query_start_loc` and `seq_lens` as host integers, of its real requests only."""
+    """Returns `query_start_loc` and `seq_lens` of a step's real requests as host integers."""
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
     return tuple(starts), tuple(common.seq_lens_cpu[: common.num_reqs].tolist())
 
 
 def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
-    """vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
+    """Returns vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     yarn = config.rope_scaling
@@ -158,7 +158,7 @@ def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
 
 
 def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
-    """As vLLM cuts each layer's experts: in how many parts by width, and this rank's experts [first, end)."""
+    """Returns vLLM's split of the experts: parts by width, and this rank's experts [first, end)."""
     from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
     from vllm.model_executor.layers.fused_moe.layer import determine_expert_map
@@ -172,25 +172,25 @@ def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
 
 
 def request_classes() -> tuple[type, ...]:
-    """The classes by which vLLM reads a request that generates."""
+    """Returns vLLM's classes of requests that generate."""
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
     return ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
 
 def take_out(processor: Any, state: Any) -> None:
-    """Have an OutputProcessor forget the RequestState of a request that has ended."""
+    """Removes the RequestState of an ended request from an OutputProcessor."""
     processor.request_states.pop(state.request_id)
     processor.lora_states.abort_request(state)
 
 
 def abort_requests(processor: Any, request_ids: list[str]) -> list[str]:
-    """Have it forget requests, and samples of a request, by the ids that the engine knows. Returns those it had."""
+    """Removes requests, and samples of a request, by the engine's ids. Returns the removed ids."""
     return processor.abort_requests(request_ids)
 
 
 def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
-    """What a request's last output is told as: the client's id, the outputs, and whether they are all."""
+    """Returns a request's last output for its client: the client's id, the outputs, and True if they are all."""
     parent = state.parent_req
     return (
         (state.request_id, [completion], True) if parent is None else parent.get_outputs(state.request_id, completion)
@@ -204,7 +204,7 @@ def load_tokenizer(model_config: Any) -> Any:
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
-    """vLLM's own validation of SamplingParams with a structure, which chooses the backend. Raises what vLLM raises."""
+    """Runs vLLM's validation of SamplingParams with a structure, which chooses the backend. Raises vLLM's errors."""
     from types import SimpleNamespace
 
     from vllm.v1.engine.processor import Processor
@@ -218,26 +218,26 @@ def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
 
 
 def structure_key(params: Any) -> tuple[Any, str]:
-    """The first two arguments of a backend's `compile_grammar`."""
+    """Returns the first two arguments of a backend's `compile_grammar`."""
     from vllm.v1.structured_output.request import get_structured_output_key
 
     return get_structured_output_key(params)
 
 
 def profiler_options(folder: str) -> dict[str, Any]:
-    """Options of `LLM` that write a trace to `folder`: none, a variable names it (VLLM_TORCH_PROFILER_DIR)."""
+    """Returns no options of `LLM`: a variable names the trace folder (VLLM_TORCH_PROFILER_DIR)."""
     return {}
 
 
 def count_steps(vllm_config: Any) -> None:
-    """Nothing to do: `compat/server/metrics.py` has the engines' statistics report their steps."""
+    """Does nothing: `compat/server/metrics.py` makes the engines report their steps."""
 
 
 def counts_steps(vllm_config: Any) -> bool:
-    """Whether the statistics of this server's engines report their steps."""
+    """True if this server's engines report their steps."""
     return True
 
 
 def step_of(scheduler_stats: Any) -> Step | None:
-    """What the step of a SchedulerStats was; it is taken out."""
+    """Takes the step's record out of SchedulerStats."""
     return take(scheduler_stats)

@@ -1,6 +1,6 @@
-"""vLLM 0.23.0, under vllm-ascend 0.23.0: where its names are, and the shapes that other releases have changed.
+"""Names and signatures of vLLM 0.23.0, under vllm-ascend 0.23.0, that differ between releases.
 
-Its server is built like 0.33's, with the same classes of requests; a turn of harmony it still reads as 0.11.0 does.
+Its server has the structure and request classes of 0.33; it parses a harmony turn as 0.11.0 does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.lines import resolve
 
-# what is here as it is there
+# equal in both releases
 from npu_gptoss.serving.lines.vllm_0_11 import (  # noqa: F401
     DRAFTERS,
     MXFP4_NAME,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from npu_gptoss.model.config import GptOssConfig
 
-# The names that serving takes from vLLM, by module.
+# Names that serving imports from vLLM, by module.
 MODULES = STAYED | {
     "vllm.entrypoints.serve.utils.server_utils": ("AuthenticationMiddleware",),
     "vllm.model_executor.layers.attention": ("Attention",),
@@ -57,14 +57,14 @@ def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
 
 
-# Loggers that write a traceback for each stream that fails.
+# Loggers that write a traceback for each failed stream.
 TALKATIVE = ("vllm.entrypoints.openai.completion.serving",)
 
-MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in config.json, as this vLLM hands it over
+MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in vLLM's copy of config.json
 
 
 def vllms_own(owner: Any, name: str) -> Any:
-    """vLLM's own function where vllm-ascend, which is imported first, has put one of its own in its place."""
+    """Returns vLLM's own function if vllm-ascend, which is imported first, has replaced it."""
     from npu_gptoss.serving.compat.patch import stock
 
     return stock(vars(owner).get(_ASCEND_KEEPS[name], vars(owner)[name]))
@@ -78,7 +78,7 @@ _ASCEND_KEEPS = {
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
-    """vLLM's own validation of SamplingParams with a structure, which chooses the backend. Raises what vLLM raises."""
+    """Runs vLLM's validation of SamplingParams with a structure, which chooses the backend. Raises vLLM's errors."""
     from vllm.sampling_params import SamplingParams
 
     validate = vllms_own(SamplingParams, "_validate_structured_outputs")
@@ -86,18 +86,18 @@ def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
 
 
 def take_out(processor: Any, state: Any) -> None:
-    """Have an OutputProcessor forget the RequestState of a request that has ended."""
+    """Removes the RequestState of an ended request from an OutputProcessor."""
     processor._finish_request(state)
     processor.lora_states.request_finished(state.request_id, state.lora_name)
 
 
 def abort_requests(processor: Any, request_ids: list[str]) -> list[str]:
-    """Have it forget requests, and samples of a request, by the ids that the engine knows. Returns those it had."""
+    """Removes requests, and samples of a request, by the engine's ids. Returns the removed ids."""
     return processor.abort_requests(request_ids, internal=True)
 
 
 def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
-    """What a request's last output is told as: the client's id, the outputs, and whether they are all."""
+    """Returns a request's last output for its client: the client's id, the outputs, and True if they are all."""
     parent = state.parent_req
     if parent is None:
         return state.external_req_id, [completion], True
@@ -105,7 +105,7 @@ def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
 
 
 def unavailable(said: str) -> Exception:
-    """What a route raises to answer with status 503."""
+    """Returns the exception that makes a route answer with status 503."""
     from vllm.entrypoints.openai.engine.protocol import GenerationError
 
     error = GenerationError(said)
@@ -113,13 +113,13 @@ def unavailable(said: str) -> Exception:
     return error
 
 
-# What vLLM's experts layer is built with beyond what every release takes.
+# Arguments for vLLM's experts layer beyond those of every release.
 EXPERTS_LAYER_OPTIONS: dict[str, Any] = {}
 UNUSED_EXPERTS_OPTIONS = STAYED_OPTIONS
 
 
 def choose_sizes(config: Any, sizes: list[int]) -> None:
-    """At which numbers of tokens graphs are captured, unless the user said."""
+    """Sets the numbers of tokens that graphs are captured for, unless the user did."""
     compilation = config.compilation_config
     if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
         compilation.cudagraph_capture_sizes = sizes
@@ -130,24 +130,24 @@ def sequence_parallelism(config: Any) -> bool:
 
 
 def activation_name(activation: Any) -> str:
-    """The experts' activation, of which this vLLM has an enumeration."""
+    """Returns the name of the experts' activation, an enumeration in this release."""
     return activation.value
 
 
 def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A step's `query_start_loc` and `seq_lens` as host integers, of its real requests only.
+    """Returns `query_start_loc` and `seq_lens` of a step's real requests as host integers.
 
-    The runner's own list: the public `seq_lens_cpu` copies from the device where it is not set.
+    Reads the runner's private list: the public `seq_lens_cpu` copies from the device if it is not set.
     """
     if common._seq_lens_cpu is None:
-        raise RuntimeError("vLLM gives this step no lengths on the host; leave out --async-scheduling with drafts")
+        raise RuntimeError("vLLM has no lengths of this step on the host; leave out --async-scheduling with drafts")
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-    real = bisect_left(starts, common.num_actual_tokens)  # the rows that pad a full graph are requests of their own
+    real = bisect_left(starts, common.num_actual_tokens)  # padding rows of a full graph count as requests
     return tuple(starts[: real + 1]), tuple(common._seq_lens_cpu[:real].tolist())
 
 
 def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
-    """vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
+    """Returns vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     yarn = config.rope_scaling
@@ -168,7 +168,7 @@ def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
 
 
 def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
-    """As vLLM cuts each layer's experts: in how many parts by width, and this rank's experts [first, end)."""
+    """Returns vLLM's split of the experts: parts by width, and this rank's experts [first, end)."""
     from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
     from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map

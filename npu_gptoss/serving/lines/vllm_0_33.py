@@ -1,7 +1,7 @@
-"""vLLM 0.33.0, on NVIDIA GPUs: where its names are.
+"""Names and signatures of vLLM 0.33.0, on NVIDIA GPUs, that differ between releases.
 
-It brings all that the model of `serving.cuda` rides on: groups of KV cache blocks for layers with a window, and CUDA
-graphs that break off at a function, without torch.compile. A step's lengths are on the device, with bounds on the host.
+The model of `serving.cuda` needs two of its features: KV cache groups for layers with a window, and CUDA graphs that
+break off at a function without torch.compile. A step's exact lengths are on the device; the host has upper limits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from npu_gptoss.serving.lines import resolve
 from npu_gptoss.serving.steps import EAGER, MODES, Step, without_kernels
 
-# The names that serving takes from vLLM, by module.
+# Names that serving imports from vLLM, by module.
 MODULES: dict[str, tuple[str, ...]] = {
     "vllm": ("ModelRegistry",),
     "vllm.compilation.breakable_cudagraph": ("eager_break_during_capture",),
@@ -55,15 +55,15 @@ def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
 
 
-# What `--quantization` may be once vLLM has looked at the checkpoint. MXFP4 stays packed, BF16 becomes FP8 by fp8.
+# Values that `--quantization` may have after vLLM has read the checkpoint. MXFP4 stays packed; fp8 converts BF16.
 QUANTIZATIONS = (None, "gpt_oss_mxfp4", "fp8")
 DRAFTERS = ("ngram", "eagle3")  # methods of --speculative-config
-# what vLLM calls the official checkpoint's format once it has looked at it: it has several others of that name
+# vLLM renames the official checkpoint's format after reading it: its name -> the checkpoint's
 _OFFICIAL = {"gpt_oss_mxfp4": "mxfp4"}
 
 
 def as_written(config: dict[str, Any]) -> dict[str, Any]:
-    """config: vLLM's copy of config.json. Returns it with the format's name as the checkpoint has it."""
+    """config: vLLM's copy of config.json. Returns it with the checkpoint's name of the format."""
     form = config.get("quantization_config")
     if not isinstance(form, dict) or form.get("quant_method") not in _OFFICIAL:
         return config
@@ -71,11 +71,11 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def register_formats() -> None:
-    """None: vLLM hands the checkpoint's tensors over as they are."""
+    """Does nothing: vLLM passes the checkpoint's tensors on unchanged."""
 
 
 def request_classes() -> tuple[type, ...]:
-    """The classes by which vLLM reads a request that generates."""
+    """Returns vLLM's classes of requests that generate."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -86,7 +86,7 @@ def request_classes() -> tuple[type, ...]:
 
 
 def unavailable(said: str) -> Exception:
-    """What a route raises to answer with status 503."""
+    """Returns the exception that makes a route answer with status 503."""
     from vllm.exceptions import GracefulHTTPError
 
     return GracefulHTTPError(said, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -99,7 +99,7 @@ def load_tokenizer(model_config: Any) -> Any:
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
-    """vLLM's own validation of SamplingParams with a structure, which chooses the backend. Raises what vLLM raises."""
+    """Runs vLLM's validation of SamplingParams with a structure, which chooses the backend. Raises vLLM's errors."""
     from vllm.sampling_params import SamplingParams
 
     from npu_gptoss.serving.compat.patch import stock
@@ -110,23 +110,23 @@ def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
 
 
 def structure_key(params: Any) -> tuple[Any, str]:
-    """The first two arguments of a backend's `compile_grammar`."""
+    """Returns the first two arguments of a backend's `compile_grammar`."""
     from vllm.v1.structured_output.request import get_structured_output_key
 
     return get_structured_output_key(params.structured_outputs)
 
 
 def profiler_options(folder: str) -> dict[str, Any]:
-    """Options of `LLM` that write a trace to `folder`."""
+    """Returns the options of `LLM` that write a trace to `folder`."""
     return {"profiler_config": {"profiler": "torch", "torch_profiler_dir": folder}}
 
 
-# of a server's ObservabilityConfig: the user left --cudagraph-metrics out, and vLLM prints no table of its own
+# set on ObservabilityConfig if the user left --cudagraph-metrics out: vLLM must then print no table
 _UNASKED = "npu_gptoss_counts_steps"
 
 
 def count_steps(vllm_config: Any) -> None:
-    """Have the engines' statistics report their steps, as --cudagraph-metrics does."""
+    """Makes the engines report their steps, as --cudagraph-metrics does."""
     observed = vllm_config.observability_config
     if not observed.cudagraph_metrics:
         observed.cudagraph_metrics = True
@@ -134,10 +134,10 @@ def count_steps(vllm_config: Any) -> None:
 
 
 def counts_steps(vllm_config: Any) -> bool:
-    """Whether the statistics of this server's engines report their steps.
+    """True if this server's engines report their steps.
 
-    Called when the engines have the configuration and vLLM's own logger has not: it would print a table that nobody
-    asked for.
+    Call it after the engines have read the configuration and before vLLM's own logger does: without --cudagraph-metrics
+    that logger must print no table.
     """
     observed = vllm_config.observability_config
     counted = observed.cudagraph_metrics
@@ -147,7 +147,7 @@ def counts_steps(vllm_config: Any) -> bool:
 
 
 def step_of(scheduler_stats: Any) -> Step | None:
-    """What the step of a SchedulerStats was; the kernels are taken out."""
+    """Returns the step's record from SchedulerStats and removes the kernels from it."""
     told = getattr(scheduler_stats, "cudagraph_stats", None)
     if told is None:
         return None

@@ -1,7 +1,7 @@
-"""vLLM's chat handlers, replaced: gpt-oss's own front end (`frontend/`) with vLLM's engine behind it.
+"""Replaces vLLM's chat handlers by gpt-oss's front end (`frontend/`), with vLLM's engine behind it.
 
-vLLM keeps its routes, request classes, disconnects, keep-alive, metrics and stores. A request goes through `intake`
-(keeps the body as the client wrote it, and hands vLLM's classes what an engine samples by) to the handler of its API
-(`chat`, `responses`, `messages`), which starts the engine by `engine` and answers by `frontend/`. `release_0_11` and
-its siblings hold what differs between releases of vLLM; `install` puts everything in.
+vLLM keeps its routes, request classes, disconnects, keep-alive, metrics and stores. `intake` keeps the client's body
+and gives vLLM's classes the fields that the engine needs. The handler of the API (`chat`, `responses`, `messages`)
+starts the engine through `engine` and answers through `frontend/`. `release_0_11` and its siblings hold the differences
+between releases of vLLM; `install` connects everything.
 """

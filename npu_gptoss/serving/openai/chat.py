@@ -1,4 +1,4 @@
-"""Chat completions of gpt-oss in the place of vLLM's handler: its request in, its classes of answers out."""
+"""Replaces vLLM's handler of chat completions: takes its request and returns its classes of answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npu_gptoss.serving.openai.release import release
 
 
 async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
-    """`self`: vLLM's serving object. Returns what vLLM's route expects: an error, an answer, or lines of a stream."""
+    """Answers a chat. `self`: vLLM's serving object. Returns an error, an answer or a stream for vLLM's route."""
     if not intake.is_ours(self) or request.use_beam_search:
         return await original(self, request, raw_request)
     if (unknown := await self._check_model(intake.written(request, raw_request))) is not None:
@@ -38,14 +38,14 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return _lines(answer, started, raw_request)
     try:
         told = await answer.whole(started.steps())
-    except engine_ended() as error:  # which vLLM answers with 500
+    except engine_ended() as error:  # vLLM answers it with 500
         return failure(error)
     use(raw_request, told["usage"])
     return answer_object(release().ChatCompletionResponse, told, raw_request)
 
 
 async def create_batch(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
-    """The answer to a request with several conversations: one choice for each."""
+    """Answers a request with several conversations: one choice for each."""
     if not intake.is_ours(self):
         return await original(self, request, raw_request)
     if (unknown := await self._check_model(request)) is not None:
@@ -74,11 +74,11 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
 
 
 async def tokenize(module: Any, original: Callable[..., Any], self: Any, request: Any, raw_request: Any) -> Any:
-    """The token ids of a chat's prompt, for /tokenize. module: of vLLM's handler."""
+    """Returns the token ids of a chat's prompt, for /tokenize. module: of vLLM's handler."""
     is_chat = isinstance(request, module.TokenizeChatRequest) and not request.chat_template
     if not is_chat or not intake.is_ours(self):
         return await original(self, request, raw_request)
-    body = await raw_request.json()  # vLLM's class keeps calls as an iterator, which 0.33's log of requests exhausts
+    body = await raw_request.json()  # vLLM's class keeps calls as an iterator, and 0.33's request log consumes it
     if (unknown := await self._check_model(intake.Written(body))) is not None:
         return unknown
     try:
@@ -94,13 +94,13 @@ async def tokenize(module: Any, original: Callable[..., Any], self: Any, request
 
 
 def answer_object(base: type, body: Mapping[str, Any], raw_request: Any) -> Any:
-    """`body` as one of vLLM's answers; without a raw request (`vllm run-batch`) as vLLM's class reads it."""
+    """Wraps `body` as vLLM's answer; without a raw request (`vllm run-batch`) vLLM's class validates it."""
     return base.model_validate(body) if raw_request is None else answer_class(base).of(body)
 
 
 @functools.cache
 def answer_class(base: type) -> type:
-    """A class of vLLM's answers whose JSON is the front end's."""
+    """Returns a subclass of vLLM's answer that prints the front end's JSON."""
 
     class Answered(base):
         @classmethod
@@ -159,7 +159,7 @@ async def _facts(started: Started, wanted: chat.Request) -> chat.Facts:
 
 
 def output_logger(self: Any, name: str, streamed: bool) -> Callable[..., None] | None:
-    """What writes an answer's text into the log (`--enable-log-outputs`); None where the server does not."""
+    """Returns a function that logs an answer's text (`--enable-log-outputs`); None if the option is off."""
     if not (self.enable_log_outputs and self.request_logger):
         return None
     deltas = getattr(self, "enable_log_deltas", True)

@@ -1,4 +1,4 @@
-"""vLLM's engine as the front end's: a request is started with token ids, and its outputs become steps."""
+"""Adapts vLLM's engine to the front end: starts a request with token ids and turns its outputs into steps."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from npu_gptoss.serving.openai.release import release
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-IN_THE_LOOP = 20_000  # characters, about 10 ms; a longer conversation is encoded in a thread
-PLACEHOLDER = [{"role": "user", "content": ""}]  # for messages, in what vLLM's classes read
+IN_THE_LOOP = 20_000  # characters, about 10 ms; a thread encodes a longer conversation
+PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's classes
 
 
 def checkpoint_directory(model_config: ModelConfig) -> Path | None:
-    """Where the served checkpoint's tokenizer.json lies: a local directory, the Hugging Face cache, or nowhere."""
+    """Returns the folder of the checkpoint's tokenizer.json: a local folder, the Hugging Face cache, or None."""
     names = dict.fromkeys((model_config.tokenizer, model_config.model))
     for name in filter(None, names):
         if (Path(name) / "tokenizer.json").is_file():
@@ -43,11 +43,11 @@ def checkpoint_directory(model_config: ModelConfig) -> Path | None:
     return None
 
 
-_served: list[Encoder] = []  # of this process's server, once it is made
+_served: list[Encoder] = []  # this process's server's encoder, once made
 
 
 def prepare(model_config: ModelConfig) -> Encoder:
-    """The encoder of a checkpoint, for the server of this process; it takes seconds. Raises VocabularyError."""
+    """Makes the encoder of this process's server, which takes seconds. Raises VocabularyError."""
     directory = checkpoint_directory(model_config)
     made = Encoder(load_encoding(directory), None if directory is None else text_tokenizer(directory))
     _served[:] = [made]
@@ -59,7 +59,7 @@ def served_encoder() -> Encoder:
 
 
 def encoder_of(serving: Any) -> Encoder:
-    """The encoder for a serving object of vLLM's."""
+    """Returns the encoder for a serving object of vLLM's."""
     made = getattr(serving, "npu_gptoss_encoder", None)
     if made is None:
         made = serving.npu_gptoss_encoder = prepare(serving.model_config)
@@ -67,7 +67,7 @@ def encoder_of(serving: Any) -> Encoder:
 
 
 async def prompt_of(serving: Any, asked: Asked) -> list[int]:
-    """Raises ConversationError for what harmony cannot write, and for what the context cannot hold."""
+    """Raises ConversationError if harmony cannot write the request or the context cannot hold it."""
     encoder, limit = encoder_of(serving), release().max_model_len(serving)
     if encoder.characters(asked.turns) + asked.tools.characters <= IN_THE_LOOP:
         return asked.prompt(encoder, limit)
@@ -76,7 +76,7 @@ async def prompt_of(serving: Any, asked: Asked) -> list[int]:
 
 @dataclass
 class Started:
-    """A request that the engine works on. plain: as vLLM's class of chats reads what it samples by."""
+    """A request in the engine. plain: vLLM's class of chats, with the fields that it samples by."""
 
     serving: Any
     name: str
@@ -92,7 +92,7 @@ class Started:
         return self.asked.turn(load_encoding(), encoder_of(self.serving))
 
     async def steps(self) -> AsyncIterator[Step]:
-        """The engine's outputs; closing this aborts the request."""
+        """Yields the engine's outputs as steps; closing the generator aborts the request."""
         tokens = 0
         try:
             async for output in self.outputs:
@@ -121,7 +121,7 @@ class Started:
 
 
 def _logprobs(position: Any) -> Any:
-    """vLLM's log-probabilities of one position of the prompt, with -inf as OpenAI writes it."""
+    """Formats vLLM's log-probabilities of one prompt position, with -inf as OpenAI writes it."""
     if position is None:
         return None
     return {str(token): asdict(one) | {"logprob": max(one.logprob, -9999.0)} for token, one in position.items()}
@@ -130,9 +130,9 @@ def _logprobs(position: Any) -> Any:
 async def start(
     serving: Any, asked: Asked, name: str, raw_request: Any, plain: Any = None, *, stream: bool = False
 ) -> Started:
-    """Start a request. plain: vLLM's request of a chat; made of `asked.sampling` where the API is another.
+    """Starts a request. plain: vLLM's chat request; built from `asked.sampling` for the other APIs.
 
-    Raises what `errors.OF_THE_REQUEST` lists when the request cannot be served, before the engine has it.
+    Raises an exception of `errors.of_the_request` before the engine has the request, if it cannot be served.
     """
     here = release()
     if plain is None:
@@ -142,7 +142,7 @@ async def start(
     params = here.sampling(serving, plain, len(prompt))
     await check_structure(serving, asked, asked.structure.fields)
     keywords = here.hold(serving, params, asked, asked.structure.fields)
-    if keywords:  # framed by vLLM, which is another structure
+    if keywords:  # vLLM frames the structure, which makes another one
         await check_structure(serving, asked, structures.structure_of(params.structured_outputs))
     _make_deltas(params, asked, plain)
     if raw_request is not None:
@@ -156,14 +156,14 @@ async def start(
 def _make_deltas(params: Any, asked: Asked, plain: Any) -> None:
     from vllm.sampling_params import RequestOutputKind
 
-    if asked.reading.stop:  # whole answers, too: to end there, not after it
+    if asked.reading.stop:  # also for whole answers, so that they end at the stop string
         params.output_kind = RequestOutputKind.DELTA
     if not plain.logprobs and not params.stop and params.prompt_logprobs is None:
-        params.detokenize = False  # the text that vLLM would make is not used
+        params.detokenize = False  # vLLM's text is not used
 
 
 async def check_structure(serving: Any, asked: Asked, fields: Any) -> None:
-    """Compile a structure in a bounded process, before the engine has it. Raises Refusal."""
+    """Compiles a structure in a process with limits, before the engine receives it. Raises Refusal."""
     if not fields:
         return
     config = serving.engine_client.vllm_config
@@ -175,7 +175,7 @@ async def check_structure(serving: Any, asked: Asked, fields: Any) -> None:
 
 
 def use(raw_request: Any, usage: dict[str, Any]) -> None:
-    """Tell vLLM's middleware what the request has used."""
+    """Reports the request's token usage to vLLM's middleware."""
     metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
     if metadata is not None:
         fields = ("prompt_tokens", "completion_tokens", "total_tokens")

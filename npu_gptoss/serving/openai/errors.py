@@ -1,7 +1,7 @@
 """Refusals and failures of the handlers, as objects that vLLM's routes answer with.
 
-vLLM takes the HTTP status of an error from its `code`. The JSON that a client reads is the front end's own: OpenAI's
-form, the same on each release, or for /v1/messages Anthropic's, which vLLM's route makes of the type.
+vLLM takes an error's HTTP status from its `code`. The client gets the front end's JSON: OpenAI's form, equal on each
+release, or for /v1/messages Anthropic's, which vLLM's route builds from the type.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from npu_gptoss.serving.openai.release import release
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-CONTEXT_CODE = "context_length_exceeded"  # by which clients know that they must shorten the conversation
+CONTEXT_CODE = "context_length_exceeded"  # clients shorten the conversation when they see it
 
 
 def of_the_request() -> tuple[type[Exception], ...]:
-    """The exceptions that a request causes by its own mistakes, in vLLM's words or ours."""
+    """Returns the exceptions, vLLM's and ours, that a client's mistakes cause."""
     return (ValueError, TypeError, OverflowError, NotImplementedError, Refusal, *release().CLIENT_ERRORS)
 
 
 @functools.cache
 def _refused_class(base: type) -> type:
     class Refused(base):
-        """An ErrorResponse with JSON of its own."""
+        """An ErrorResponse that prints our JSON."""
 
         def model_dump(self, **_: Any) -> dict[str, Any]:
             return {"error": self.__dict__["told"]}
@@ -41,7 +41,7 @@ def _refused_class(base: type) -> type:
 def refused(
     message: str, param: str | None = None, status: int = 400, kind: str | None = None, code: Any = None
 ) -> Any:
-    """An ErrorResponse of vLLM's. code: OpenAI's word for the mistake, where there is one; kind: the type."""
+    """Returns vLLM's ErrorResponse. code: OpenAI's code for the mistake, if it has one; kind: the type."""
     classes = release()
     kind = kind or ("BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase)
     info = classes.ErrorInfo(message=message, type=kind, param=param, code=int(status))
@@ -51,7 +51,7 @@ def refused(
 
 
 def refusal(error: Exception) -> Any:
-    """The answer to a request that cannot be served, from the exception that says why."""
+    """Returns the error for a request that cannot be served, from the exception with the reason."""
     if isinstance(error, Refusal):
         return refused(error.message, error.param, int(error.status))
     if isinstance(error, ContextError):
@@ -65,14 +65,14 @@ def refusal(error: Exception) -> Any:
 
 
 def engine_ended() -> type[Exception]:
-    """The exception of every request that the end of the engine, or of the server, has ended."""
+    """Returns the exception that requests get when the engine or the server ends."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return EngineDeadError
 
 
 def failure(error: Exception) -> Any:
-    """The error that ends an answer which had begun: a request's own mistake, the engine's end, or a fault of ours."""
+    """Returns the error that ends a begun answer: the client's mistake, the engine's end, or a fault of ours."""
     if isinstance(error, engine_ended()):
         return refused(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
     if isinstance(error, of_the_request()):
@@ -82,8 +82,8 @@ def failure(error: Exception) -> Any:
 
 
 def misread(errors: Sequence[Any], body: Any = None) -> Refusal:
-    """The complaint of pydantic's that is deepest in the body, with its path in the client's own spelling."""
-    if not errors or not isinstance(errors[0], Mapping):  # vLLM's own, of a Content-Type
+    """Picks pydantic's deepest complaint about the body and names its path in the client's spelling."""
+    if not errors or not isinstance(errors[0], Mapping):  # vLLM's own error about a Content-Type
         return Refusal(escaped(str(errors[0] if errors else "The request cannot be read.")))
     paths = [_path(error.get("loc", ()), body) for error in errors]
     deepest = max(range(len(errors)), key=lambda number: len(paths[number]))
@@ -95,7 +95,7 @@ def misread(errors: Sequence[Any], body: Any = None) -> Refusal:
 
 
 def _path(place: Sequence[Any], body: Any) -> list[Any]:
-    """Without the names of the types that pydantic tried: what is no key or index of the body, but for the last."""
+    """Drops names of types that pydantic tried: parts that are no key or index of the body, except the last."""
     path: list[Any] = []
     for number, part in enumerate(place):
         if part == "body" and number == 0:
@@ -120,6 +120,6 @@ def _spelled(path: Sequence[Any]) -> str:
 
 
 def log_failure(what: str, error: Exception) -> None:
-    """Log with a traceback, unless the engine's end explains it, which is logged once and ends every request."""
+    """Logs a failure, without traceback if the engine ended: that is logged once and ends every request."""
     ended = isinstance(error, engine_ended())
     logger.error("%s: %s", what, error, exc_info=None if ended else error)

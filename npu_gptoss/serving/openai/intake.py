@@ -1,9 +1,9 @@
-"""What a client wrote and what vLLM's request classes read: two bodies of one request.
+"""Keeps the client's body for our handlers and gives vLLM's request classes a reduced body.
 
 The classes of three releases refuse and rewrite different things: tools of agents, items without ids, parts of
-messages. So the innermost application before vLLM's routes keeps the client's own body for the handlers, and hands on
-what vLLM samples, schedules and stores by, with a placeholder for the conversation. A warning about what the front end
-leaves out becomes a header of the answer.
+messages. This innermost application before vLLM's routes therefore passes on only the fields by which vLLM samples,
+schedules and stores, with a placeholder for the conversation. A warning about fields that the front end ignores becomes
+a header of the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-BODY, WARNINGS = "npu_gptoss.body", "npu_gptoss.warnings"  # in the scope of a request
+BODY, WARNINGS = "npu_gptoss.body", "npu_gptoss.warnings"  # keys in a request's scope
 WARNING_HEADER = b"x-npu-gptoss-warning"
 CHATS = ("/v1/chat/completions", "/invocations")
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -36,7 +36,7 @@ STORED = {
 
 
 def plain_chat(body: Mapping[str, Any]) -> Json:
-    """What vLLM's class of chats reads of one."""
+    """Returns the fields that vLLM's chat class reads."""
     plain = {name: value for name, value in body.items() if name in chat.PASSED}
     if body.get("logprobs") and body.get("top_logprobs") is None:
         plain["top_logprobs"] = 0
@@ -60,7 +60,7 @@ def plain_messages(body: Mapping[str, Any]) -> Json:
 
 
 def plain(route: str, body: Any, state: Any) -> Json | None:
-    """The body for vLLM's classes; None where the request is left to vLLM's own handler, or is another's."""
+    """Returns the body for vLLM's classes; None if vLLM's own handler takes the request."""
     if not isinstance(body, Mapping):
         return None
     if route in CHATS and "messages" in body:
@@ -74,7 +74,7 @@ def plain(route: str, body: Any, state: Any) -> Json | None:
 
 
 def is_ours(serving: Any) -> bool:
-    """Whether requests of this serving object are the front end's: of gpt-oss, and without tools that vLLM runs."""
+    """True if our front end answers for this serving object: gpt-oss, and no tools that vLLM runs."""
     config = getattr(getattr(serving, "model_config", None), "hf_config", None)
     return getattr(config, "model_type", None) == MODEL_TYPE and getattr(serving, "tool_server", None) is None
 
@@ -99,7 +99,7 @@ class Intake:
         if wanted is None:
             await self.app(scope, replayed(first, receive), send)
             return
-        if route == MESSAGES and body.get("thread") is not None:  # vLLM's routes would lose the details
+        if route == MESSAGES and body.get("thread") is not None:  # vLLM's routes would drop the details
             from starlette.responses import JSONResponse
 
             await JSONResponse(messages.THREADS_REFUSED, 400)(scope, receive, send)
@@ -114,7 +114,7 @@ class Intake:
 
 
 def _parsed(scope: Message, first: Message) -> Any:
-    """The gate has read the body already, unless somebody in between has changed it."""
+    """Reuses the JSON that admission has parsed, unless another application has changed the body since."""
     raw, body = scope.get(PARSED, (None, None))
     if raw is not None and raw == first.get("body"):
         return body
@@ -138,12 +138,12 @@ def _warning(scope: Message, send: Send) -> Send:
 
 
 def body_of(raw_request: Any) -> Json | None:
-    """The client's own body; None where the request came by another way."""
+    """Returns the client's body; None if the request came another way."""
     return None if raw_request is None else raw_request.scope.get(BODY)
 
 
 class Written:
-    """A request as its client wrote it, for vLLM's `_check_model`, which logs it on 0.33 (--enable-log-requests)."""
+    """The client's body in the form that vLLM's `_check_model` logs on 0.33 (--enable-log-requests)."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.model, self.request_id, self._body = body.get("model"), body.get("request_id", "N/A"), body
@@ -153,13 +153,13 @@ class Written:
 
 
 def written(request: Any, raw_request: Any) -> Any:
-    """The client's own body in the place of what vLLM's class has of it."""
+    """Returns the client's body in place of vLLM's parsed request."""
     body = body_of(raw_request)
     return request if body is None else Written(body)
 
 
 def warn(raw_request: Any, warnings: Sequence[str]) -> None:
-    """Tell the client, in a header, and the log what of a request has no effect."""
+    """Reports ignored fields of a request to the client, in a header, and in the log."""
     if not warnings:
         return
     from npu_gptoss.serving.openai.errors import logger

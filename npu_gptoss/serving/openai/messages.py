@@ -1,6 +1,6 @@
-"""Anthropic's messages of gpt-oss: in the place of vLLM's handlers, and as routes of our own on 0.11, which has none.
+"""Anthropic's messages of gpt-oss: replaces vLLM's handlers, and adds the routes on 0.11, which has none.
 
-vLLM's routes make Anthropic's JSON of an error: 0.23 takes its type from the error, 0.33 from the status. Both are set.
+vLLM's routes build Anthropic's JSON of an error: 0.23 takes its type from the error, 0.33 from the status. We set both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
-    """Replaces `create_messages`. Returns what vLLM's route expects: an error, an answer, or events of a stream."""
+    """Replaces `create_messages`. Returns an error, an answer or a stream of events, as vLLM's route expects."""
     if not intake.is_ours(self):
         return await original(self, request, raw_request)
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
@@ -52,7 +52,7 @@ def _body(request: Any, raw_request: Any) -> Mapping[str, Any]:
 
 
 async def _answered(serving: Any, body: Mapping[str, Any], raw_request: Any) -> Any:
-    """The JSON of an answer, the events of a stream, or an error of vLLM's class."""
+    """Returns an answer's JSON, the events of a stream, or an error of vLLM's class."""
     try:
         if (error := await _unknown(serving, body)) is not None:
             return error
@@ -71,7 +71,7 @@ async def _answered(serving: Any, body: Mapping[str, Any], raw_request: Any) -> 
 
 
 async def _counted(serving: Any, body: Mapping[str, Any], raw_request: Any) -> Any:
-    """The JSON of a count, which has no limit: clients count to learn that a conversation is too long."""
+    """Returns a count's JSON. It has no limit: clients count to learn that a conversation is too long."""
     try:
         if (error := await _unknown(serving, body)) is not None:
             return error
@@ -114,7 +114,7 @@ async def _events(answer: messages.Answer, started: Started, raw_request: Any) -
 
 
 def _failed(error: Exception) -> Any:
-    """The answer to a request that raised this."""
+    """Returns the answer to a request that raised this error."""
     known = failure(error).error
     if known.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         log_failure("a message failed", error)
@@ -126,7 +126,7 @@ def _refused(message: str, status: int) -> Any:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the routes to vLLM 0.11's application."""
+    """Adds the routes to vLLM 0.11's application."""
     from fastapi import Depends
     from fastapi.responses import JSONResponse, StreamingResponse
     from vllm.entrypoints.openai.api_server import validate_json_request
@@ -146,7 +146,7 @@ def add_routes(app: FastAPI) -> None:
             return JSONResponse(messages.error_body(error.message, error.code), status_code=error.code)
         return StreamingResponse(told, media_type="text/event-stream")
 
-    # `request` has FastAPI read the body, which `with_cancellation` needs
+    # `request` makes FastAPI read the body, which `with_cancellation` needs
     @with_cancellation
     @load_aware_call
     async def create_messages(request: dict[str, Any], raw_request: Request) -> Any:

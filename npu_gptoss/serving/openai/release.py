@@ -1,4 +1,4 @@
-"""The release of this process, for the handlers: `from npu_gptoss.serving.openai.release import release`."""
+"""Gives the handlers the module of this process's release: `from npu_gptoss.serving.openai.release import release`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from npu_gptoss.serving.lines import here
 
 @functools.cache
 def release() -> ModuleType:
-    """`release_0_11` or the sibling of the installed vLLM."""
+    """Returns `release_0_11` or its sibling for the installed vLLM."""
     return importlib.import_module(f"npu_gptoss.serving.openai.release_{here().name.replace('.', '_')}")

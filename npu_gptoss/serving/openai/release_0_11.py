@@ -1,4 +1,4 @@
-"""vLLM 0.11.0: how its handlers reach the engine."""
+"""How the handlers reach the engine of vLLM 0.11.0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.protocol import (  # noqa: F401
 
 from npu_gptoss.frontend.request import Asked, Defaults
 
-CLIENT_ERRORS: tuple[type[Exception], ...] = ()  # beyond Python's own
+CLIENT_ERRORS: tuple[type[Exception], ...] = ()  # besides Python's
 
 
 def max_model_len(serving: Any) -> int:
@@ -25,7 +25,7 @@ def max_model_len(serving: Any) -> int:
 
 
 def defaults(serving: Any) -> Defaults:
-    """What the options of the server say."""
+    """Returns the defaults that the server's options set."""
     from vllm import envs
 
     return Defaults(
@@ -39,18 +39,18 @@ async def tokenizer(serving: Any) -> Any:
 
 
 def preflight(serving: Any, samples: int) -> None:
-    """Raises where the engine takes no request."""
+    """Raises an error if the engine takes no requests."""
     if serving.engine_client.errored:
         raise serving.engine_client.dead_error
 
 
 def reused_prompt(serving: Any, request: ChatCompletionRequest) -> list[int] | None:
-    """The prompt's tokens, where another server has encoded it."""
+    """Returns the prompt's tokens if another server has encoded it."""
     return None
 
 
 def sampling(serving: Any, request: ChatCompletionRequest, prompt_tokens: int) -> Any:
-    """SamplingParams of a chat request without messages, tools and structure."""
+    """Returns SamplingParams of a chat request without messages, tools and structure."""
     from vllm.entrypoints.utils import get_max_tokens
 
     defaults = serving.default_sampling_params or {}
@@ -59,7 +59,7 @@ def sampling(serving: Any, request: ChatCompletionRequest, prompt_tokens: int) -
 
 
 def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Hold the answer to a structure. Returns keywords of `generate`."""
+    """Constrains the answer to a structure. Returns keywords of `generate`."""
     from vllm.sampling_params import StructuredOutputsParams
 
     if fields:
@@ -76,7 +76,7 @@ async def generate(
     params: Any,
     **more: Any,
 ) -> AsyncGenerator[Any, None]:
-    """Start a request of the engine. `request`: as of `sampling`."""
+    """Starts a request of the engine. `request`: as for `sampling`."""
     from vllm.inputs.data import TokensPrompt
 
     lora = serving._maybe_get_adapters(request)
@@ -89,19 +89,19 @@ async def generate(
 
 
 def scheduling(serving: Any, request: ChatCompletionRequest, raw_request: Any) -> dict[str, Any]:
-    """Keywords of `generate` by which the engine schedules."""
+    """Returns keywords of `generate` by which the engine schedules."""
     return {"priority": request.priority}
 
 
 def raise_if_error(serving: Any, finish_reason: str | None, name: str) -> None:
-    """0.11.0's engine knows no such reason."""
+    """Does nothing: 0.11.0's engine has no such reason."""
 
 
 def about_choice(request: ChatCompletionRequest, output: Any, whole: bool) -> dict[str, Any] | None:
-    """Fields of a choice that only the engine knows, from the last CompletionOutput of a sample."""
+    """Returns choice fields from the engine, from a sample's last CompletionOutput."""
     return None
 
 
 def about_answer(serving: Any, request: ChatCompletionRequest, output: Any, tokens: int) -> dict[str, Any]:
-    """Fields of an answer that only the engine knows, from the last RequestOutput. tokens: generated in all."""
+    """Returns answer fields from the engine, from the last RequestOutput. tokens: total generated."""
     return {} if output.kv_transfer_params is None else {"kv_transfer_params": output.kv_transfer_params}

@@ -1,4 +1,4 @@
-"""vLLM 0.23.0: how its handlers reach the engine."""
+"""How the handlers reach the engine of vLLM 0.23.0."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from npu_gptoss.serving.openai.release_later import (  # noqa: F401
     tokenizer,
 )
 
-CLIENT_ERRORS: tuple[type[Exception], ...] = ()  # beyond Python's own
+CLIENT_ERRORS: tuple[type[Exception], ...] = ()  # besides Python's
 
 
 def reused_prompt(serving: Any, request: ChatCompletionRequest) -> list[int] | None:
-    """The prompt's tokens, where another server has encoded it."""
+    """Returns the prompt's tokens if another server has encoded it."""
     return None
 
 
 def preflight(serving: Any, samples: int) -> None:
-    """Raises where the engine takes no request."""
+    """Raises an error if the engine takes no requests."""
     if serving.engine_client.errored:
         raise serving.engine_client.dead_error
 
 
 def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Hold the answer to a structure. Returns keywords of `generate`.
+    """Constrains the answer to a structure. Returns keywords of `generate`.
 
-    reasoning_ended: vLLM looks for an answer in the whole prompt, and finds those of earlier turns.
+    reasoning_ended is set, because vLLM searches the whole prompt for an answer and finds earlier turns' answers.
     """
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -56,10 +56,10 @@ def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> 
 
 
 def scheduling(serving: Any, request: ChatCompletionRequest, raw_request: Any) -> dict[str, Any]:
-    """Keywords of `generate` by which the engine schedules."""
+    """Returns keywords of `generate` by which the engine schedules."""
     return {"priority": request.priority}
 
 
 def about_choice(request: ChatCompletionRequest, output: Any, whole: bool) -> dict[str, Any] | None:
-    """Fields of a choice that only the engine knows, from the last CompletionOutput of a sample."""
+    """Returns choice fields from the engine, from a sample's last CompletionOutput."""
     return None

@@ -1,7 +1,7 @@
-"""vLLM 0.33.0: how its handlers reach the engine.
+"""How the handlers reach the engine of vLLM 0.33.0.
 
 Its grammars begin with the turn, not with the answer: vLLM's own code puts harmony's framing around a structure, and
-asks for forced calls as the model writes them.
+requests forced calls in the model's own format.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from npu_gptoss.serving.openai.release_later import (  # noqa: F401
     tokenizer,
 )
 
-CLIENT_ERRORS = (VLLMClientError,)  # beyond Python's own
+CLIENT_ERRORS = (VLLMClientError,)  # besides Python's
 
 
 def defaults(serving: Any) -> Defaults:
-    """What the options of the server say."""
+    """Returns the defaults that the server's options set."""
     from dataclasses import replace
 
     efforts = dict(getattr(getattr(serving, "online_renderer", serving), "reasoning_effort_map", None) or {})
-    # of --anthropic-disabled-thinking-effort; None: auto. gpt-oss cannot but think
+    # --anthropic-disabled-thinking-effort; None: auto. gpt-oss always reasons
     off = getattr(getattr(serving, "disabled_thinking_effort_resolver", None), "_effort", None)
     if off not in (None, "none"):
         efforts[messages.THINKING_OFF] = messages.EFFORTS.get(off, off)
@@ -46,19 +46,19 @@ def defaults(serving: Any) -> Defaults:
 
 
 def preflight(serving: Any, samples: int) -> None:
-    """Raises where the engine takes no request."""
+    """Raises an error if the engine takes no requests."""
     serving._preflight(samples)
 
 
 def reused_prompt(serving: Any, request: ChatCompletionRequest) -> list[int] | None:
-    """The prompt's tokens, where the prefill's server has encoded it (`kv_transfer_params.prompt_token_ids`)."""
+    """Returns the prompt's tokens if the prefill server has encoded it (`kv_transfer_params.prompt_token_ids`)."""
     from vllm.renderers.online_renderer import _reused_prompt_token_ids
 
     return _reused_prompt_token_ids(request, serving.renderer)
 
 
 def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Hold the turn to a structure and to the tools. Returns keywords of `generate`."""
+    """Constrains the turn to a structure and to the tools. Returns keywords of `generate`."""
     tools, choice = asked.tools, asked.tools.choice
     chat: dict[str, Any] = {"model": "", "messages": [{"role": "user", "content": ""}]}
     if fields and not asked.structure.calls:
@@ -78,14 +78,16 @@ def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> 
 
 
 def _strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function whose arguments must follow its schema, as those of a forced call do on the other releases."""
+    """Makes a function's arguments follow its schema, as in forced calls on the other releases."""
     return tool | {"function": tool["function"] | {"strict": True}}
 
 
 @functools.cache
 def _framing() -> type:
-    """vLLM's reader of harmony, by which it frames structures; of tools, too, when no option names a parser of calls:
-    without one a call that tool_choice forces would not be held to anything."""
+    """Returns vLLM's harmony parser, which frames structures.
+
+    It frames tools even if no option names a call parser; else a call forced by tool_choice would be unconstrained.
+    """
     from vllm.parser.harmony import HarmonyParser
     from vllm.reasoning.gptoss_reasoning_parser import GptOssReasoningParser
     from vllm.tool_parsers.gptoss_tool_parser import GptOssToolParser
@@ -95,7 +97,7 @@ def _framing() -> type:
 
 
 def scheduling(serving: Any, request: ChatCompletionRequest, raw_request: Any) -> dict[str, Any]:
-    """Keywords of `generate` by which the engine schedules."""
+    """Returns keywords of `generate` by which the engine schedules."""
     return {
         "priority": serving._get_priority(request, raw_request),
         "session_id": serving._get_session_id(request, raw_request),
@@ -103,7 +105,7 @@ def scheduling(serving: Any, request: ChatCompletionRequest, raw_request: Any) -
 
 
 def about_choice(request: ChatCompletionRequest, output: Any, whole: bool) -> dict[str, Any] | None:
-    """Fields of a choice that only the engine knows, from the last CompletionOutput of a sample."""
+    """Returns choice fields from the engine, from a sample's last CompletionOutput."""
     from vllm.entrypoints.openai.chat_completion.serving import numpy2base64
 
     about: dict[str, Any] = {}
@@ -115,7 +117,7 @@ def about_choice(request: ChatCompletionRequest, output: Any, whole: bool) -> di
 
 
 def about_answer(serving: Any, request: ChatCompletionRequest, output: Any, tokens: int) -> dict[str, Any]:
-    """Fields of an answer that only the engine knows, from the last RequestOutput. tokens: generated in all."""
+    """Returns answer fields from the engine, from the last RequestOutput. tokens: total generated."""
     from vllm.entrypoints.openai.chat_completion import serving as chat_serving
 
     about = release_later.about_answer(serving, request, output, tokens)

@@ -1,4 +1,4 @@
-"""How the handlers of vLLM 0.23 and of later releases reach the engine."""
+"""How the handlers reach the engine of vLLM 0.23 and later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def max_model_len(serving: Any) -> int:
 
 
 def defaults(serving: Any) -> Defaults:
-    """What the options of the server say."""
+    """Returns the defaults that the server's options set."""
     from vllm import envs
 
     template = getattr(serving, "default_chat_template_kwargs", None) or getattr(serving, "chat_template_kwargs", None)
@@ -30,7 +30,7 @@ async def tokenizer(serving: Any) -> Any:
 
 
 def sampling(serving: Any, request: Any, prompt_tokens: int) -> Any:
-    """SamplingParams of a chat request without messages, tools and structure."""
+    """Returns SamplingParams of a chat request without messages, tools and structure."""
     from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
     defaults = serving.default_sampling_params or {}
@@ -50,7 +50,7 @@ async def generate(
     params: Any,
     **more: Any,
 ) -> AsyncGenerator[Any, None]:
-    """Start a request of the engine. `request`: as of `sampling`."""
+    """Starts a request of the engine. `request`: as for `sampling`."""
     from vllm.inputs import tokens_input
 
     lora = serving._maybe_get_adapters(request)
@@ -73,6 +73,6 @@ def raise_if_error(serving: Any, finish_reason: str | None, name: str) -> None:
 
 
 def about_answer(serving: Any, request: Any, output: Any, tokens: int) -> dict[str, Any]:
-    """Fields of an answer that only the engine knows, from the last RequestOutput. tokens: generated in all."""
+    """Returns answer fields from the engine, from the last RequestOutput. tokens: total generated."""
     names = ("kv_transfer_params", "ec_transfer_params")
     return {name: value for name in names if (value := getattr(output, name, None)) is not None}

@@ -1,8 +1,8 @@
-"""/v1/responses of gpt-oss in the place of vLLM's handler: whole, streamed, and in the background.
+"""Replaces vLLM's handler of /v1/responses: whole, streamed, and in the background.
 
-vLLM's routes retrieve and cancel what its stores have: `response_store` each response as an object of vLLM's class,
-`event_store` the events of a stream in the background, `background_tasks` the task that makes them. `msg_store` has the
-conversation that a request goes on with, when it names a response as its `previous_response_id`.
+vLLM's routes retrieve and cancel from its stores: `response_store` has each response as an object of vLLM's class,
+`event_store` the events of a background stream, `background_tasks` the task that makes them. `msg_store` has the
+conversation that a request with `previous_response_id` continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_BACKGROUND = (  # vLLM's words
 
 
 class Event:
-    """An event of a stream, as far as vLLM's routes look at one."""
+    """An event of a stream, with the attributes that vLLM's routes read."""
 
     __slots__ = ("sequence_number", "told", "type")
 
@@ -48,7 +48,7 @@ class Event:
 
 
 async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
-    """`self`: vLLM's serving object. Returns what vLLM's route expects: an error, a response, or events of a stream."""
+    """Answers a request. `self`: vLLM's serving object. Returns an error, a response or a stream of events."""
     if not intake.is_ours(self):
         return await original(self, request, raw_request)
     if (unknown := await self._check_model(intake.written(request, raw_request))) is not None:
@@ -86,13 +86,13 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
 
 
 def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
-    """Says how responses are stored."""
+    """Returns the error for an unknown response, which explains how to store responses."""
     hint = "" if self.enable_store else STORE_HINT
     return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
 
 
 async def replay(self: Any, response_id: str, starting_after: int | None = None) -> AsyncGenerator[Any, None]:
-    """The events of a response in the background, those to come too. vLLM's own waits after the last one."""
+    """Yields the events of a background response, including future ones. vLLM's own waits after the last event."""
     if response_id not in self.event_store:
         raise ValueError(f"Response {response_id!r:.80} has no events: it was not streamed in the background.")
     events, arrived = self.event_store[response_id]
@@ -132,7 +132,7 @@ async def _facts(started: Started, wanted: responses.Request) -> responses.Facts
 
 
 class _Work:
-    """A request that the engine works on, and the stores of vLLM's serving object."""
+    """A request in the engine, with the stores of vLLM's serving object."""
 
     def __init__(self, started: Started, answer: responses.Answer, raw_request: Any) -> None:
         self.serving, self.started, self.answer, self.raw_request = started.serving, started, answer, raw_request
@@ -158,7 +158,7 @@ class _Work:
             yield Event(self.answer.last(told))
 
     async def in_background(self) -> Any:
-        """Returns the queued response, or the events of a stream that goes on when the client has left."""
+        """Returns the queued response, or the events of a stream that continues after the client has left."""
         serving = self.serving
         queued = await self._keep(self.answer.response("queued"))
         arrived = asyncio.Event()
@@ -197,7 +197,7 @@ class _Work:
             raise
 
     async def _keep(self, told: Mapping[str, Any]) -> Any:
-        """The response as an object of vLLM's class, stored where it shall be. A cancelled one stays cancelled."""
+        """Stores the response, if requested, as an object of vLLM's class. A cancelled response stays cancelled."""
         serving = self.serving
         response = answer_class(release().ResponsesResponse).of(told)
         if not self.answer.facts.stored:
@@ -213,7 +213,7 @@ class _Work:
         return response
 
     def _use(self, streamed: bool) -> None:
-        """Tell vLLM's middleware and log what the response has."""
+        """Reports the response's usage to vLLM's middleware and the log."""
         serving, usage = self.serving, self.answer.usage()
         names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens", "total_tokens": "total_tokens"}
         use(self.raw_request, {name: usage[own] for name, own in names.items()})

@@ -1,4 +1,4 @@
-"""Every way in which a question can end the process that looks at it, really provoked."""
+"""Provokes every way in which a question can end the process that checks it."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def gone(pid: int) -> bool:
     [
         (b"hang", "longer than 1 s"),
         (b"sleep", "longer than 1 s"),
-        (b"crash", "ended the process"),
-        (b"abort", "ended the process"),
-        (b"exit", "ended the process"),
-        (b"memory", "ended the process"),
+        (b"crash", "crashed the process"),
+        (b"abort", "crashed the process"),
+        (b"exit", "crashed the process"),
+        (b"memory", "crashed the process"),
     ],
 )
 def test_a_question_that_ends_its_process_ends_nothing_else(question: bytes, said: str) -> None:
@@ -107,7 +107,7 @@ def test_a_keeper_that_died_is_forked_anew() -> None:
         assert second != first
 
 
-def test_a_keeper_that_cannot_load_what_it_needs_is_a_refusal_not_a_wait() -> None:
+def test_a_keeper_that_fails_to_load_refuses_without_a_wait() -> None:
     def prepare() -> None:
         raise RuntimeError("no tokenizer")
 
@@ -133,7 +133,7 @@ def test_no_connection_of_the_server_stays_open_in_the_process() -> None:
 
 
 def test_nothing_is_left_when_the_server_is_killed() -> None:
-    """As by `kill -9`: no `finally` runs there."""
+    """As by `kill -9`, when no `finally` runs."""
     reading, writing = os.pipe()
     server = os.fork()
     if server == 0:
@@ -159,7 +159,7 @@ class Counting:
     async def ask(self, question: bytes) -> bytes:
         self.asked += 1
         if b"bad" in question:
-            raise Died("it ended the process that checked it")
+            raise Died("it crashed the process that checked it")
         return b'{"backend": "xgrammar", "automatic": true, "fields": {"grammar": "as it reads it"}}'
 
 
@@ -169,13 +169,13 @@ def test_a_structure_is_compiled_once_and_an_attack_too() -> None:
     good, bad = {"choice": ["a"]}, {"regex": "bad"}
     for _ in range(3):
         assert asyncio.run(structures.verdict(good)).backend == "xgrammar"
-        assert asyncio.run(structures.verdict(bad)) == Verdict(error="it ended the process that checked it")
+        assert asyncio.run(structures.verdict(bad)) == Verdict(error="it crashed the process that checked it")
     assert counting.asked == 2
     assert structures.known({"grammar": "as it reads it"}).backend == "xgrammar"
     assert structures.known({"choice": ["b"]}) is None
 
 
-def test_a_structure_that_nobody_looked_at_is_not_refused_for_ever() -> None:
+def test_an_unchecked_structure_is_not_refused_for_ever() -> None:
     class Starting:
         async def ask(self, question: bytes) -> bytes:
             raise Busy("not ready")

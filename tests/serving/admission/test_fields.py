@@ -1,4 +1,4 @@
-"""The table of fields against vLLM's own classes, and the rules one by one."""
+"""Compares the table of fields with vLLM's own classes, and tests each rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_gptoss.serving.admission import fields
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
 from tests.serving.admission.test_gate import LIMITS
 
-# fields that no rule has to bound, and why
+# fields that need no limit, by reason
 SWITCHES = {
     "stream", "logprobs", "echo", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "use_beam_search", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "parallel_tool_calls",
@@ -28,17 +28,17 @@ SWITCHES = {
     "watermarking", "return_weight_versions", "return_token_offsets", "return_prompt_text", "return_mm_kwargs",
     "early_stopping", "apply_softmax", "item_first", "joint",
 }  # fmt: skip
-CLOSED = {  # an enumeration, or a class with such fields, which pydantic knows before anybody looks
+CLOSED = {  # enumerations, or classes with such fields, which pydantic checks
     "reasoning_effort", "tool_choice", "include", "service_tier", "truncation", "encoding_format",
     # of 0.33
     "mm_payload", "truncation_side", "prompt_cache_options", "prompt_cache_retention", "output_mode", "parse_context",
     "reasoning_ended", "token_offsets",
 }  # fmt: skip
-TEXT = {  # for the model (whose length is its context's matter), or read by nobody
+TEXT = {  # text for the model (its context limits the length), or unused
     "user", "suffix", "instructions", "input", "documents", "metadata", "guided_decoding_backend", "prompt",
     "text_1", "text_2", "query", "messages", "system",
 }  # fmt: skip
-REFUSED_BY_VLLM = {"logits_processors", "best_of"}  # without a look
+REFUSED_BY_VLLM = {"logits_processors", "best_of"}  # in any case
 
 
 OPENAI = "vllm.entrypoints.openai"
@@ -79,16 +79,16 @@ CLASSES = {
 
 @pytest.mark.serving
 @pytest.mark.parametrize(("kind", "route"), CLASSES[lines.here().name], ids=lambda value: value.rpartition(":")[2])
-def test_every_field_of_vllm_is_bound_or_known_to_need_no_bound(kind: str, route: str) -> None:
+def test_every_field_of_vllm_has_a_limit_or_a_reason_against_it(kind: str, route: str) -> None:
     module, _, name = kind.partition(":")
     names = set(getattr(pytest.importorskip(module), name).model_fields)
     bound = set(fields.ROUTES[route])
     if route in ("/v1/embeddings", "/score", "/rerank", "/classify", "/pooling"):
-        bound |= {"model", "chat_template", "chat_template_kwargs"}  # no served model of ours does it
+        bound |= {"model", "chat_template", "chat_template_kwargs"}  # no served model of ours supports these routes
     assert names - bound - SWITCHES - CLOSED - TEXT - REFUSED_BY_VLLM == set()
 
 
-# those of SamplingParams: vLLM compares the first three with the model and the prompt, the others concern one answer
+# fields of SamplingParams: vLLM checks the first three against the model and the prompt; the others affect one answer
 COMPARED = {"prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"}
 ITS_OWN = {"detokenize", "flat_logprobs", "output_kind", "output_text_buffer_length", "skip_clone"} | {
     "skip_reading_prefix_cache"
@@ -96,8 +96,8 @@ ITS_OWN = {"detokenize", "flat_logprobs", "output_kind", "output_text_buffer_len
 
 
 @pytest.mark.serving
-def test_every_field_of_sampling_params_is_bound_or_known_to_need_no_bound() -> None:
-    """/inference/v1/generate takes them as they are."""
+def test_every_field_of_sampling_params_has_a_limit_or_a_reason() -> None:
+    """/inference/v1/generate passes them on unchecked."""
     pytest.importorskip("vllm.entrypoints.scale_out", reason="needs vLLM 0.33")
     from vllm.sampling_params import SamplingParams
 
@@ -106,7 +106,7 @@ def test_every_field_of_sampling_params_is_bound_or_known_to_need_no_bound() -> 
 
 
 @pytest.mark.serving
-def test_structured_outputs_have_no_field_without_a_bound() -> None:
+def test_structured_outputs_have_no_field_without_a_limit() -> None:
     params = pytest.importorskip("vllm.sampling_params").StructuredOutputsParams
     names = {field.name for field in dataclasses.fields(params) if not field.name.startswith("_")}
     flags = {"json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"}
@@ -119,7 +119,7 @@ def test_structured_outputs_have_no_field_without_a_bound() -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("wild", ["x", 7, ["a"]], ids=repr)
 def test_a_transfer_among_the_extra_fields_is_an_object_too(route: str, extra: tuple[str, ...], wild: Any) -> None:
-    """vLLM 0.33 looks for one there, and said 500 of any other."""
+    """vLLM 0.33 reads transfer parameters there, and answered 500 to other types."""
     for value, passes in ((wild, False), ({"do_remote_prefill": False}, True)):
         body: Any = {"kv_transfer_params": value, "session_id": "a"}
         for name in reversed(extra):
@@ -130,7 +130,7 @@ def test_a_transfer_among_the_extra_fields_is_an_object_too(route: str, extra: t
             fields.check(route, body, LIMITS)
 
 
-# what clients send in earnest, on either route
+# typical requests of clients, on either route
 SERVED: list[dict[str, Any]] = [
     {"temperature": 0}, {"temperature": 2}, {"temperature": "0.7"}, {"top_p": 1}, {"top_p": 1e-9}, {"top_k": -1},
     {"top_k": 0}, {"top_k": 2**31 - 1}, {"min_p": 0}, {"min_p": 1}, {"repetition_penalty": 1.1}, {"seed": -1},
@@ -147,7 +147,7 @@ SERVED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("extra", SERVED, ids=json.dumps)
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/invocations"])
-def test_what_is_in_bounds_passes(extra: dict[str, Any], route: str) -> None:
+def test_values_within_the_limits_pass(extra: dict[str, Any], route: str) -> None:
     base = {"prompt": "a"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     fields.check(route, bodies.read(json.dumps(base | extra).encode()), LIMITS)
 
@@ -175,7 +175,7 @@ def test_a_hundred_levels_pass_and_one_more_does_not() -> None:
         bodies.read(nested(101))
 
 
-def test_what_is_shown_of_a_value_is_short_and_printable() -> None:
+def test_a_shown_value_is_short_and_printable() -> None:
     values = ["\x1b[2J" * 9999, ["\r\n" * 9999] * 9999, {"a" * 9999: {"b": [[[[["\x00"]]]]]}}, 10**300, True, None]
     for value in values:
         assert len(shown(value)) <= 200
@@ -184,7 +184,7 @@ def test_what_is_shown_of_a_value_is_short_and_printable() -> None:
 
 
 def test_a_request_is_checked_in_less_than_a_millisecond() -> None:
-    """An ordinary one of 3 kB; the bound is 20 times what an idle machine takes."""
+    """An ordinary body of 3 kB; the limit is 20 times the time of an idle machine."""
     messages = [{"role": "user", "content": "What is it? " * 20}] * 10
     raw = json.dumps({"model": "m", "messages": messages, "temperature": 0.7, "max_tokens": 100, "seed": 1}).encode()
     times = []
@@ -195,7 +195,7 @@ def test_a_request_is_checked_in_less_than_a_millisecond() -> None:
     assert sorted(times)[10] < 1e-3, sorted(times)[10]
 
 
-# where token ids come in, by the name of the field; `sampling_params` has its own of them
+# fields with token ids; `sampling_params` contains more of them
 TOKENS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(
         ("prompt", "items", "token_ids", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "label_token_ids"),
@@ -214,7 +214,7 @@ ENTRANCES = [
 @pytest.mark.parametrize(
     ("route", "place"), ENTRANCES, ids=lambda value: value if isinstance(value, str) else value[-1]
 )
-def test_no_entrance_lets_a_token_outside_of_the_vocabulary_by(route: str, place: tuple[str, ...], wild: Any) -> None:
+def test_no_route_accepts_a_token_outside_the_vocabulary(route: str, place: tuple[str, ...], wild: Any) -> None:
     for token, passes in ((1, True), (wild, False)):
         value = TOKENS[place[-1]](token)
         for name in reversed(place):

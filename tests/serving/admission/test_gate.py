@@ -1,4 +1,4 @@
-"""The gate before a server that takes everything: what it refuses, and what it does to what it lets through."""
+"""Admission before a server that accepts everything: its refusals, and the requests that it passes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 class Taken:
-    """A server that reads the body, answers 200, and remembers what it received; `fails` is raised instead."""
+    """A server that reads the body, answers 200, and records the request; or it raises `fails`."""
 
     def __init__(self, fails: BaseException | None = None, begins: bool = False) -> None:
         self.fails, self.begins, self.received, self.scopes = fails, begins, [], []
@@ -71,7 +71,7 @@ def ask(
     headers: tuple[tuple[bytes, bytes], ...] = JSON,
     **scope: Any,
 ) -> tuple[int | None, dict[str, Any]]:
-    """Status and JSON of the answer; status None when nothing was sent."""
+    """Returns status and JSON of the answer; status None if nothing was sent."""
     chunks = list(body) if isinstance(body, list) else [body]
     sent: list[dict[str, Any]] = []
 
@@ -95,7 +95,7 @@ BY_THE_GATE = [case for case in HOSTILE if case.needs == "gate"]
 
 
 @pytest.mark.parametrize("case", BY_THE_GATE, ids=lambda case: case.name)
-def test_hostile_request_is_refused_at_the_gate(case: Hostile) -> None:
+def test_hostile_request_is_refused_by_admission(case: Hostile) -> None:
     app = Taken()
     status, told = ask(gate(app), case.route, case.body)
     assert status == case.status
@@ -110,8 +110,8 @@ def test_hostile_request_is_refused_at_the_gate(case: Hostile) -> None:
     assert case.param is None or case.param in error["message"]
 
 
-def test_what_passes_goes_on_byte_by_byte_and_the_disconnect_after_it() -> None:
-    """vLLM ends a request whose client has left; a gate that keeps the disconnect would let it run on."""
+def test_an_accepted_body_and_its_disconnect_pass_unchanged() -> None:
+    """vLLM ends a request when its client leaves; without the disconnect it would run on."""
     heard: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -122,7 +122,7 @@ def test_what_passes_goes_on_byte_by_byte_and_the_disconnect_after_it() -> None:
     assert heard == [{"type": "http.request", "body": raw, "more_body": False}, {"type": "http.disconnect"}]
 
 
-def test_a_client_that_leaves_within_its_body_reaches_nobody() -> None:
+def test_an_incomplete_body_does_not_reach_vllm() -> None:
     app = Taken()
 
     async def main() -> list[Any]:
@@ -144,8 +144,8 @@ def test_a_client_that_leaves_within_its_body_reaches_nobody() -> None:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_body_beyond_the_bound_is_not_held(declared: bool) -> None:
-    """Without a Content-Length (chunked) only counting tells."""
+def test_a_body_beyond_the_limit_is_not_held(declared: bool) -> None:
+    """Without a Content-Length (chunked) only counting shows the size."""
     app, chunk, taken = Taken(), b"x" * 1000, 0
 
     async def main() -> Any:
@@ -178,13 +178,13 @@ def test_bodies_that_are_no_json_are_left_to_their_routes() -> None:
 
 
 @pytest.mark.parametrize("kind", [b"application/json; charset=utf-8", b"Application/JSON", b"application/vnd.api+json"])
-def test_json_by_any_of_its_names_is_checked(kind: bytes) -> None:
+def test_json_under_any_content_type_is_checked(kind: bytes) -> None:
     body = json.dumps(BODY | {"n": 10**6}).encode()
     assert ask(gate(), body=body, headers=((b"content-type", kind),))[0] == 400
 
 
-def test_a_header_that_comes_twice_hides_nothing() -> None:
-    """vLLM reads the first of a name: behind a second kind of body, or a second id, the gate let everything by."""
+def test_a_duplicate_header_does_not_bypass_the_checks() -> None:
+    """vLLM reads the first of two equal headers; admission read the last, so a second type or id passed unchecked."""
     app, wild = Taken(), json.dumps(BODY | {"n": 10**6}).encode()
     assert ask(gate(app), body=wild, headers=(*JSON, (b"content-type", b"text/plain")))[0] == 400
     ids = ((b"x-request-id", b"a\x1b[2J"), (b"x-request-id", b"a"))
@@ -192,8 +192,8 @@ def test_a_header_that_comes_twice_hides_nothing() -> None:
     assert not app.received
 
 
-def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/health would wait for it."""
+def test_a_large_body_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise /health would wait for it."""
     threads: list[Any] = []
 
     async def to_thread(function: Any, *args: Any) -> Any:
@@ -221,7 +221,7 @@ def test_only_a_failure_to_read_before_the_answer_is_the_clients(begins: bool, f
 
 
 def test_two_requests_in_flight_cannot_have_one_id() -> None:
-    """vLLM aborts by id: the second's client could end the first's answer."""
+    """vLLM aborts by id, so the second's client could end the first's answer."""
     inside: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -244,8 +244,8 @@ def test_an_id_in_the_header_is_printable() -> None:
 
 
 @pytest.mark.parametrize(("value", "status"), [(b"-5", 200), (b"high", 200), (b"9" * 30, 400), (b"2147483648", 400)])
-def test_a_priority_in_the_header_is_bound_as_the_bodys_is(value: bytes, status: int) -> None:
-    """vLLM 0.33 reads it; what is no number it leaves out."""
+def test_a_priority_in_the_header_has_the_bodys_limits(value: bytes, status: int) -> None:
+    """vLLM 0.33 reads it, and ignores a value that is no number."""
     headers = (*JSON, (b"x-vllm-priority", value))
     found, told = ask(gate(), body=json.dumps(BODY).encode(), headers=headers)
     assert found == status
@@ -277,9 +277,9 @@ DOORS = [
 
 @pytest.mark.parametrize(("path", "root", "sent", "metrics", "enters"), DOORS)
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD"])
-def test_every_door_but_two_needs_the_key(path, root, sent, metrics, enters, method):
+def test_every_route_but_two_needs_the_key(path, root, sent, metrics, enters, method):
     app = Taken()
-    # CVE-2026-48746: what the client says about the host decides nothing
+    # CVE-2026-48746: the client's Host header must have no effect
     headers = ((b"host", b"a/health?"),) + (((b"authorization", sent),) if sent is not None else ())
     status, told = ask(gate(app, ("another", "secret"), metrics), path, headers=headers, method=method, root_path=root)
     assert bool(app.scopes) is enters
@@ -311,7 +311,7 @@ def test_a_refusal_is_not_counted() -> None:
     assert asked.server.counted == [401, 400]
 
 
-def test_without_keys_every_door_is_open() -> None:
+def test_without_keys_every_route_is_open() -> None:
     assert ask(gate(), "/v1/models", method="GET")[0] == 200
 
 

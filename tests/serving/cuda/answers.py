@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 NEVER_REFRESHED = ("lengths", "block_table")  # of a decode step
-CAPTURE, GRAPHS, FULL, PIECEWISE = "capture", "graphs", "full", "piecewise"  # what `listen` tells
+CAPTURE, GRAPHS, FULL, PIECEWISE = "capture", "graphs", "full", "piecewise"  # events of `listen`
 # padding rows hold NaN; they also write keys, before a live row's; attention leaves them as they were
 GARBAGE, LEAKING, UNCLEARED = "garbage", "leaking", "uncleared"
 OWN, WRONG, RIGHT = "own", "wrong", "right"
@@ -45,10 +45,10 @@ class Question:
 @dataclass(frozen=True)
 class Answer:
     """full: replays of whole steps of the model, by rows. piecewise: replays of steps in pieces. captured: rows of
-    each graph of a whole step. late: captures once the server was ready; compiled: by Triton then, kernels of ours.
-    preemptions: of requests, by vLLM's count.
-    drafted: by drafter, its tokens, and how many drafts were proposed and accepted, by vLLM's count. tail: with
-    `padding`, the largest magnitude that attention gave a padding row, NaN and all, and how many such rows it had."""
+    each graph of a whole step. late: captures once the server was ready; compiled: our kernels that Triton compiled
+    then. preemptions: of requests, by vLLM's count.
+    drafted: by drafter, its tokens, and vLLM's count of proposed and accepted drafts. tail: with `padding`, the largest
+    magnitude that attention gave a padding row, NaN included, and the number of such rows."""
 
     tokens: list[list[int]]
     full: dict[int, int]
@@ -62,7 +62,7 @@ class Answer:
 
 
 def main() -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that what is counted is in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counted events are in this process
     from vllm import LLM, SamplingParams
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
@@ -123,7 +123,7 @@ def main() -> None:
         tail=None if tail is None else (str(float(tail[0])), int(tail[1])),
     )
     print(json.dumps(asdict(answer)), flush=True)
-    os._exit(0)  # without a tokenizer vLLM does not end by itself
+    os._exit(0)  # without a tokenizer vLLM does not exit
 
 
 def listen(note: Callable[..., None]) -> None:
@@ -155,7 +155,7 @@ def listen(note: Callable[..., None]) -> None:
 
 
 def listen_to_triton() -> list[str]:
-    """The kernels of this package that are compiled from here on, or read from Triton's cache."""
+    """Records this package's kernels that are compiled from here on, or read from Triton's cache."""
     import triton
 
     found: list[str] = []
@@ -169,7 +169,7 @@ def listen_to_triton() -> list[str]:
 
 
 def spoil(name: str) -> None:
-    """Hands each decode step a copy, as a builder with own tensors would: a graph keeps the first."""
+    """Gives each decode step a copy of the field, as a builder without fixed buffers would: a graph keeps the first."""
     from npu_gptoss.attention import DecodeMetadata
     from npu_gptoss.serving.cuda.cache import StepBuilder
 

@@ -12,7 +12,7 @@ from npu_gptoss.serving.cuda import limits
 
 
 def config_of(**changes: Any) -> Having:
-    """The parts of VllmConfig that are looked at."""
+    """The parts of VllmConfig that the checks read."""
     parts = {
         "parallel_config": {
             "pipeline_parallel_size": 1,
@@ -46,10 +46,10 @@ def refused(config: Having) -> list[str]:
     [
         ({"weight_transfer_config": object()}, "--weight-transfer-config"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
-        # vLLM moves parameters, of which our weights are none: nothing left the GPU, without a word
+        # vLLM moves parameters, and our weights are none, so it silently moved nothing
         ({"uva": Having(cpu_offload_gb=4)}, "--cpu-offload-gb 4"),
         ({"prefetch": Having(offload_group_size=2)}, "--offload-group-size 2"),
-        # as VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it through: the device would read behind the table of rotary angles
+        # VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 accepts it: the device would read behind the table of rotary angles
         ({"max_model_len": 131073}, "--max-model-len 131073"),
     ],
 )
@@ -65,7 +65,7 @@ MXFP4, BF16 = (
 
 
 def test_ranks_that_cannot_cut_mxfp4_are_refused_with_a_remedy() -> None:
-    """Which the model said of itself in the words of the offline engine, once every rank had started."""
+    """The model itself refused it only after every rank had started, in the offline engine's words."""
     (found,) = asked_for(limits.checks(config_of(hf_config=MXFP4, tensor_parallel_size=4)))
     assert found.asked == "--tensor-parallel-size 4"
     assert "--enable-expert-parallel" in found.remedy
@@ -78,10 +78,10 @@ def test_ranks_that_cannot_cut_mxfp4_are_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize(("checkpoint", "wish"), [(MXFP4, "expanded"), (BF16, "packed")], ids=["mxfp4", "bf16"])
-def test_a_format_of_the_experts_that_they_do_not_get_is_refused(
+def test_an_unavailable_format_of_the_experts_is_refused(
     checkpoint: Having, wish: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variable is read elsewhere, and was dropped here without a word."""
+    """Here the variable was silently ignored."""
     for word in ("auto", "packed" if wish == "expanded" else "expanded"):
         monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", word)
         assert refused(config_of(hf_config=checkpoint)) == []

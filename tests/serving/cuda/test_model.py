@@ -140,7 +140,7 @@ class Server:
             result = self.model.forward(given, torch.cat(positions))
         got = result[0] if isinstance(result, tuple) else result
         assert torch.equal(self.model.compute_logits(got), self.plain.head(got))
-        # one table for all layers: that of the last group
+        # all layers get the last group's table
         step = AttentionMetadata(
             tuple(start.tolist()), tuple(self.lengths), common.block_table_tensor, common.slot_mapping
         )
@@ -175,8 +175,8 @@ def test_rows_that_verify_drafts_see_the_devices_lengths(checkpoint, drafts):
 
 @pytest.mark.parametrize("longest", [1024, 1000])
 def test_rows_that_verify_drafts_take_tables_as_wide_as_vllms(checkpoint, longest):
-    """vLLM makes them for a multiple of 128 tokens. Ours were narrower, and an engine
-    with drafts and another `--max-model-len` did not start."""
+    """vLLM makes them for a multiple of 128 tokens. Ours were narrower, and an engine with drafts and another
+    `--max-model-len` did not start."""
     config = config_of(checkpoint[0], drafts=1)
     config.model_config.max_model_len = longest
     layer = model.GptOssForCausalLM(vllm_config=config).caches[1]
@@ -203,7 +203,7 @@ def test_rows_that_verify_drafts_take_tables_as_wide_as_vllms(checkpoint, longes
 
 
 def test_a_row_without_a_proposed_draft_ends_no_engine(checkpoint):
-    """An embedding asked for row -1 is an assertion on the device, after which an engine cannot go on."""
+    """An embedding of row -1 raises a device assertion, after which an engine cannot go on."""
     server = Server.of(*checkpoint, drafts=1)
     server.step([5, 70, 33], prefilling=[True] * 3)
     server.step([2, 2, 2], prefilling=[False] * 3, stray={1: -1, 5: -1})
@@ -256,7 +256,7 @@ def test_a_cache_that_vllm_frees_is_held_by_no_layer(checkpoint):
 
 
 def test_weights_are_loaded_once(checkpoint):
-    """A second set lies elsewhere: graphs went on with the memory of the first, which was free by then."""
+    """A second set has other addresses: graphs went on with the freed memory of the first."""
     served = model.GptOssForCausalLM(vllm_config=config_of(checkpoint[0]))
     served.load_weights(random_tensors(checkpoint[1]).items())
     before = served.gptoss

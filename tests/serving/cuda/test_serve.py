@@ -165,7 +165,7 @@ def test_served_tokens_are_the_offline_engines_but_at_near_ties(checkpoint, prom
 
 @pytest.mark.parametrize("name", [GRAPHS_OF_OURS, *ON_TWO])
 def test_a_prompt_whose_last_rows_alone_are_new_is_answered_as_before(name, served, prompts, tokens, exact) -> None:
-    """Its begin is in the cache, so few rows are left, in a graph of pieces, padded with other rows."""
+    """The prompt's beginning is in the cache, so few rows are left, in a graph of pieces, padded with other rows."""
     server = asked_for(name, served)
     completed(server.server, prompts)
     before = server.told()[(PIECEWISE,)]

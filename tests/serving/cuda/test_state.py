@@ -1,4 +1,4 @@
-"""The short ways through a step of decode give the results of the long ones, and are taken only where allowed."""
+"""The sampler's shortcut and skipped metadata give the full results, and are used only where allowed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ MANY = (GREEDY,) * state.GREEDY_ROWS
 
 @TRITON_HERE
 @pytest.mark.parametrize("wanted", [(GREEDY,), (GREEDY, DRAWN, GREEDY), (DRAWN, DRAWN | {"seed": 4}), MANY])
-def test_the_short_way_draws_the_long_way_s_tokens(long_ways, wanted):
+def test_the_shortcut_draws_the_full_samplers_tokens(long_ways, wanted):
     step = Step(*wanted)
     for _ in range(2):
         long, short = step.both()
@@ -103,8 +103,8 @@ def test_the_short_way_draws_the_long_way_s_tokens(long_ways, wanted):
 
 @TRITON_HERE
 @pytest.mark.parametrize("wanted", [(GREEDY,), MANY, (DRAWN, GREEDY)])
-def test_a_grammar_s_tokens_are_drawn_by_the_short_way_too(long_ways, wanted):
-    """vLLM writes minus infinity over forbidden tokens before it samples: no sign of damage."""
+def test_a_grammars_tokens_are_drawn_by_the_shortcut_too(long_ways, wanted):
+    """vLLM writes minus infinity over forbidden tokens before it samples; that is no damaged row."""
     step = Step(*wanted)
     allowed = [17, 4203, 900]
     masked = torch.full_like(step.logits[0], float("-inf"))
@@ -118,7 +118,7 @@ def test_a_grammar_s_tokens_are_drawn_by_the_short_way_too(long_ways, wanted):
 
 @TRITON_HERE
 def test_only_steps_of_greedy_requests_alone_are_picked_by_our_kernels(monkeypatch):
-    """A token that is drawn by a temperature of 0 would be the same at every seed."""
+    """A token drawn at a temperature of 0 would be equal at every seed."""
     monkeypatch.setattr(state.dense, "greedy", lambda logits: torch.full((len(logits),), -1))
     step = Step(*MANY, GREEDY)
     assert step.short(step.logits, step.batch).sampled_token_ids.unique().tolist() == [0], "ours, -1 as a token"
@@ -144,7 +144,7 @@ def test_only_steps_of_greedy_requests_alone_are_picked_by_our_kernels(monkeypat
     ],
     ids=lambda options: next(reversed(options)),
 )
-def test_a_request_that_wants_more_takes_its_batch_the_long_way(long_ways, options, monkeypatch):
+def test_a_request_with_other_options_ends_the_batchs_shortcut(long_ways, options, monkeypatch):
     monkeypatch.setattr(Sampler, "sample", lambda *_, **__: (torch.tensor([11, 12]), None))
     monkeypatch.setattr("vllm.v1.worker.gpu.sample.sampler.compute_topk_scores", lambda *_, **__: None)
     step = Step(GREEDY, GREEDY)
@@ -161,7 +161,7 @@ def test_a_request_that_wants_more_takes_its_batch_the_long_way(long_ways, optio
 
 
 @TRITON_HERE
-def test_prompts_and_drafts_go_the_long_way(long_ways, monkeypatch):
+def test_prompts_and_drafts_take_no_shortcut(long_ways, monkeypatch):
     monkeypatch.setattr(Sampler, "sample", lambda *_, **__: (torch.tensor([11, 12]), None))
     step = Step(GREEDY, GREEDY)
     for name, value in (("has_prefill", True), ("num_tokens", 3)):

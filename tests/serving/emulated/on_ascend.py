@@ -1,6 +1,6 @@
 """Serves checkpoints with vLLM's `LLM` on the emulated 910B, each in a process forked from this one.
 
-Runs in the emulated environment, started by `conftest.py`: reads the path of a job a line and answers DONE.
+Runs in the emulated environment, started by `conftest.py`: reads the path of a job from each line and answers DONE.
 The slow part, importing torch_npu and vLLM and inspecting the model's class for vLLM, is done once, before the first
 fork; no device is touched by then.
 
@@ -131,7 +131,7 @@ def serve(job: dict[str, Any]) -> None:
                     results.append(
                         generate(engine, turn["prompts"], turn["tokens"], job["vocabulary"], turn.get("sampling", {}))
                     )
-            except Exception as error:  # what the operators refuse; the engine is of no use afterwards
+            except Exception as error:  # an operator's refusal; the engine is unusable afterwards
                 results.append(f"{type(error).__name__}: {error}")
                 break
             print("GRAPHS", json.dumps(graphs()))
@@ -154,7 +154,7 @@ def child(job: dict[str, Any]) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # whatever engines and process groups still want to say at exit
+    os._exit(code)  # skips the exit messages of engines and process groups
 
 
 def import_and_compile() -> None:
@@ -169,7 +169,7 @@ def import_and_compile() -> None:
         if importlib.util.find_spec(name):
             importlib.import_module(name)
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
-    # torch 2.10's Dynamo would ask the device for its stream, and who is forked later could use none
+    # torch 2.10's Dynamo would ask the device for its stream, and forked processes could then use no device
     with mock.patch.object(torch.accelerator, "is_available", return_value=False):
         torch.compile(layers, backend="eager", dynamic=True)(torch.ones(3, 2))
     torch._dynamo.reset()

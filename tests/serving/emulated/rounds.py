@@ -57,7 +57,7 @@ def worst(of_round: list[torch.Tensor]) -> float:
 
 
 def right(rounds: list[dict[str, Any]], results: list[Any], expected: Any) -> list[bool]:
-    """Which rounds were answered as transformers does in float32."""
+    """Returns True for each round that was answered as transformers answers it in float32."""
     return [worst(of_round) < TOLERANCE for of_round in errors(rounds, results, expected)]
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in an engine on the emulated 910B: the tests must see each of them.
+"""Mistakes in an engine on the emulated 910B: the tests must detect all of them.
 
 Loaded by `on_ascend.py` in the emulated environment. Each is a context manager, entered before the engine starts or
 around one call of `generate`.

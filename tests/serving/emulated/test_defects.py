@@ -1,4 +1,4 @@
-"""Known defects of CANN, computed by the emulated 910B: gone round, or refused at the start; and updates that fail."""
+"""Known defects of CANN, computed by the emulated 910B, get a workaround or end the start; and failing updates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_heads_that_are_merged_wrongly_are_kept_apart(options, serve, expected, 
     rounds = [turn(ABOVE_A_TILE, seed=3)]
     results, printed = serve(rounds, options=options, machine={"defects": ["merged-heads"]})
     assert printed.count(WAY_ROUND) == 1
-    assert "two rows" in (tmp_path / "cache/npu_gptoss" / FILE).read_text(), "the doctor tells it later"
+    assert "two rows" in (tmp_path / "cache/npu_gptoss" / FILE).read_text(), "the doctor reports it later"
     assert "CANN 8.3.RC1" in printed
     assert "never tested whole" in printed
     assert right(rounds, results, expected) == [True]
-    assert ("FULL_DECODE_ONLY does not work here" in printed) is bool(options), "a graph's single call has no way round"
+    assert ("FULL_DECODE_ONLY does not work here" in printed) is bool(options), "no workaround in a graph"
 
 
 @pytest.mark.parametrize(

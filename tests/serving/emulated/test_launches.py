@@ -1,4 +1,4 @@
-"""Counts what a layer of ours asks of the emulated 910B in a decode step: launches, copies, waits and bytes.
+"""Counts the launches, copies, waits and bytes of our layer on the emulated 910B in a decode step.
 
 A step of four layers minus a step of two is two layers, one with the window and one without, so the runner's own work
 around the layers drops out. docs/performance.md quotes these counts.
@@ -96,8 +96,8 @@ def test_our_layer_neither_waits_nor_copies_on_9_1(traced, models, tmp_path):
     assert found["launches"] == 2 * 23
 
 
-def test_our_layer_moves_what_the_roofline_counts(traced, models, tmp_path):
-    """At batch 1: four experts are routed to, whichever they are."""
+def test_our_layer_moves_the_rooflines_bytes(traced, models, tmp_path):
+    """At batch 1 the router selects four experts."""
     found = step_of_two_layers(traced, models, tmp_path, 1, options=EAGER | BF16)
     config = GptOssConfig.from_directory(models[2])
     lengths = range(CONTEXT + FEWER, CONTEXT + MORE)
@@ -115,7 +115,7 @@ def test_between_captured_graphs_ours_neither_waits_nor_copies(traced, models, t
     assert found["replays"] == 2
 
 
-def test_the_counts_see_what_small_operators_cost(traced, models, tmp_path):
+def test_the_counts_show_the_cost_of_small_operators(traced, models, tmp_path):
     """Their experts read the rows of each expert on the host, twice a layer."""
     found = step_of_two_layers(traced, models, tmp_path, 1, options=EAGER | BF16, variables=SMALL_OPS)
     assert found["waits"] == 2 * 3

@@ -40,7 +40,7 @@ ORDINARY = [
     turn(ONE_CHUNK_BEYOND_HALF_THE_MASK),
     turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2),
 ]
-PURE = [  # no prompt is computed beside a decode step
+PURE = [  # no prompt is computed in the same step as a decode
     turn(THREE_IN_A_BUCKET_OF_FOUR, seed=5),
     turn((140,), seed=6),
     turn((130, 131, 132, 133, 134, 135, 136, 137), seed=4),
@@ -51,7 +51,7 @@ DRAWN = [
 ]
 SIZES = [1, 2, 4, 8]
 PIECES = random_config().num_hidden_layers + 1
-# what an engine is given, and how many graphs each of its decode steps replays
+# an engine's options, and how many graphs each of its decode steps replays
 MODES: dict[str, tuple[dict[str, Any], int]] = {
     "eager": ({"options": EAGER}, 0),
     "piecewise": ({}, PIECES),
@@ -115,7 +115,7 @@ def test_experts_in_nz_are_served_and_captured_with_the_numbers_of_nd(serve):
         serve(rounds, options={"dtype": "bfloat16"}, variables={"NPU_GPTOSS_EXPERT_FORMAT": wanted})
         for wanted in ("nd", "nz")
     )
-    assert "NPU_GPTOSS_EXPERT_FORMAT" not in printed  # in a warning that they stay in ND
+    assert "NPU_GPTOSS_EXPERT_FORMAT" not in printed  # the warning that experts stay in ND
     assert nd == nz
 
 

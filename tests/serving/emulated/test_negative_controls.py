@@ -1,4 +1,4 @@
-"""Negative controls: each mistake of `spoils.py` is seen in an engine's answers, or refused by an operator."""
+"""Negative controls: the answers of an engine show each mistake of `spoils.py`, or an operator refuses it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
 FULL_AND_PIECEWISE = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
-# options, graphs that are captured a size, and those that a decode step replays
+# options, graphs captured for a size, and graphs replayed by a decode step
 MODES = {
     "eager": (EAGER, 0, 0),
     "piecewise": ({}, PIECES, PIECES),

@@ -175,7 +175,7 @@ def test_stocks_triton_kernels_equal_transformers_in_float32(
     assert right(rounds, results, expected) == [True, True]
 
 
-# of a layer's experts in BF16: 12.6 MB, beside 0.3 of everything else
+# of a layer's experts in BF16: 12.6 MB; everything else takes 0.3
 DEEP, SIZES = 4, {"hidden": 512, "intermediate": 512, "experts": 8}
 
 
@@ -204,7 +204,7 @@ def test_packed_experts_take_a_quarter_of_the_card(
     serve = asking(with_triton, model, tmp_path)
     how = {"options": {**BF16, **EAGER}}
     information = {"VLLM_LOGGING_LEVEL": "INFO"}
-    # 4 GiB have no room for weights beside the 2 GiB that are left for activations; a 910B3 has
+    # 2 GiB are reserved for activations, so 4 GiB have no room for these weights; a 910B3 has
     packed, small = serve(ROUNDS[:1], **how, variables=information)
     expanded, large = serve(ROUNDS[:1], **how, variables={**information, "ASCEND_EMULATOR_MEMORY": str(CARD)})
     assert small.count("experts stay packed in MXFP4 (expanded they do not fit: ") == 1
@@ -212,7 +212,7 @@ def test_packed_experts_take_a_quarter_of_the_card(
     assert packed == expanded
     assert is_a_quarter(config, small, large)
     spoilt, both = serve(ROUNDS[:1], **how, variables=information, spoil="packed_beside_bf16")
-    assert spoilt == packed, "right answers, and the memory alone tells"
+    assert spoilt == packed, "right answers: only the memory differs"
     assert not is_a_quarter(config, both, large)
 
 

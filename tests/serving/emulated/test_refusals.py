@@ -27,8 +27,8 @@ def ending(serve, rounds=(), **how) -> str:
     ],
     ids=["no block", "no request"],
 )
-def test_too_little_memory_is_said_before_the_weights_are_loaded(options, sentence, serve):
-    """vLLM says so after minutes, if the load does not run out of memory before."""
+def test_too_little_memory_is_reported_before_weights_load(options, sentence, serve):
+    """vLLM reports it after minutes, unless the load runs out of memory first."""
     said = ending(serve, options=options, variables={"VLLM_LOGGING_LEVEL": "INFO"})
     assert "weights and one request do not fit: " in said
     assert sentence in said
@@ -55,7 +55,7 @@ def test_the_slow_experts_are_refused_before_a_capture_fails(serve):
 
 
 def test_asynchronous_scheduling_is_refused_with_graphs_and_serves_without(serve, expected):
-    how = {"async_scheduling": True, "distributed_executor_backend": "mp"}  # vLLM has it in no process of its own
+    how = {"async_scheduling": True, "distributed_executor_backend": "mp"}  # vLLM needs a separate process for it
     said = ending(serve, options=how)
     assert "--async-scheduling: " in said
     rounds = [turn(SPOILT), turn(SPOILT, seed=2)]
@@ -64,7 +64,7 @@ def test_asynchronous_scheduling_is_refused_with_graphs_and_serves_without(serve
 
 
 def test_the_slow_experts_are_refused_where_tokens_travel(serve):
-    """They would add up this rank's tokens only."""
+    """They would sum only this rank's tokens."""
     variables = {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}
     said = ending(serve, options=EAGER, spoil="by_all_to_all", variables=variables)
     assert "works where every rank sees all tokens, and this step goes by AlltoAllCommImpl; unset NPU_GPTOSS" in said

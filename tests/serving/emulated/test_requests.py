@@ -1,4 +1,4 @@
-"""On the emulated 910B, too, a request that goes wrong ends alone, and a seed's tokens depend on the request alone."""
+"""On the emulated 910B, too, a failing request ends alone, and a seed's tokens depend only on the request."""
 
 from __future__ import annotations
 

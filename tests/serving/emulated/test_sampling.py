@@ -12,7 +12,7 @@ from tests.serving.emulated.rounds import EAGER, VOCABULARY, prompts
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 HOT = {"temperature": 1.0}
-NARROW = {  # one token is left: greedy, whatever is drawn
+NARROW = {  # one token is left, so sampling is greedy
     "1": HOT | {"top_k": 1},
     "2": HOT | {"top_p": 1e-6},
     "3": {"temperature": 1.7, "top_k": 1, "top_p": 0.5},

@@ -33,12 +33,12 @@ NOT_CAPTURED = {
     "DP=2": DIVERGING,
     "DP=2, experts in parallel": DIVERGING,
 }
-SHORT = {"eager": "TP=2", "piecewise": "TP=2, experts in parallel"}  # one of each mode, beside all of the third
+SHORT = {"eager": "TP=2", "piecewise": "TP=2, experts in parallel"}  # one of each mode; the third mode runs completely
 
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    # what cannot be captured whole is captured piecewise: once is enough
+    # layouts without whole graphs are captured piecewise: once is enough
     [
         pytest.param(mode, how, marks=[pytest.mark.long] * (mode in SHORT and how != SHORT[mode]))
         for mode in MODES

@@ -26,7 +26,7 @@ SOURCES = [
 ]
 FIRST, SECOND = "2.7.1", "2.7.1.post2"
 ATB = "_npu_reshape_and_cache"
-NOT_IN_FIRST = {"npu_clipped_swiglu"}  # moe/ascend.py asks whether the wheel has it
+NOT_IN_FIRST = {"npu_clipped_swiglu"}  # moe/ascend.py checks that the wheel has it
 SCHEMA = re.compile(rb"(?<=\0)\w+(?:\.\w+)?\([ -~]*\) -> [ -~]+(?=\0)")
 OPERATORS = sorted(
     {name for path in SOURCES for name in re.findall(r"torch_npu\.(\w*npu_\w+(?:\.out)?)\(", path.read_text())}

@@ -1,4 +1,4 @@
-"""The names that serving takes from vLLM and vllm-ascend are in the releases of its line, and nowhere else in it."""
+"""Names that serving imports from vLLM and vllm-ascend exist in each release and come from `lines` only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOREIGN = ("vllm", "vllm_ascend")
 
 
 def imports(path: Path, without: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
-    """(module, name) of every `from … import …` of a file; name is "" for `import module`.
+    """Returns (module, name) of every `from … import …` of a file; name is "" for `import module`.
 
     `without`: functions of the file that are left out.
     """
@@ -47,12 +47,12 @@ FILES = sorted(SERVING.rglob("*.py"))
 @pytest.mark.parametrize(
     "path", [path for path in FILES if not {"lines", "compat", "openai"} & set(path.parts)], ids=lambda path: path.name
 )
-def test_foreign_names_are_reached_through_the_line(path):
+def test_foreign_names_are_imported_through_lines_only(path):
     assert not foreign(path)
 
 
 @pytest.mark.parametrize("package", ["vllm", "ascend"])
-def test_every_line_has_the_names_that_serving_uses_and_no_other(package):
+def test_every_release_has_exactly_the_names_that_serving_uses(package):
     used = {name for path in FILES for module, name in imports(path) if module == f"{lines.__name__}.{package}"}
     used |= {"ModelRegistry"} if package == "vllm" else set()  # plugin.py
     for line in lines.LINES:
@@ -85,7 +85,7 @@ def test_versions_are_compared_in_lines_only():
 
 
 @pytest.mark.serving
-def test_vllm_has_every_name_of_its_line_and_of_the_repairs():
+def test_vllm_has_every_name_of_its_release_and_of_the_repairs():
     pytest.importorskip("vllm")
     for module, names in lines.here().module("vllm").MODULES.items():
         assert not [name for name in names if not hasattr(importlib.import_module(module), name)], module
@@ -105,7 +105,7 @@ def test_vllm_has_every_name_of_its_line_and_of_the_repairs():
     [(ascend_0_11, Machine(), "worker_v1"), (ascend_0_23, Machine("9.1"), "worker")],
     ids=["0.11", "0.23"],
 )
-def test_vllm_ascend_has_every_name_of_its_line(line, machine, worker):
+def test_vllm_ascend_has_every_name_of_its_release(line, machine, worker):
     place = venv(machine)
     code = (
         "import importlib, json, sys, vllm.v1.engine.core; importlib.import_module(sys.argv[2]); "
@@ -122,7 +122,7 @@ def test_vllm_ascend_has_every_name_of_its_line(line, machine, worker):
     assert run.stdout.splitlines()[-1:] == ["[]"], run.stderr[-3000:]
 
 
-def test_a_release_belongs_to_one_line_and_each_line_has_its_files():
+def test_a_version_belongs_to_one_release_and_each_has_its_files():
     for line in lines.LINES:
         for release in line.vllm.releases:
             assert lines.line_of(release) is lines.line_of(f"{release}+empty") is line
@@ -131,6 +131,6 @@ def test_a_release_belongs_to_one_line_and_each_line_has_its_files():
     assert lines.line_of("0.10.2") is lines.line_of(None) is None
 
 
-def test_an_unknown_name_is_refused_with_the_names_that_there_are():
+def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(AttributeError, match=r"FusedMo.*; it has .*FusedMoE"):
         lines.resolve(vllm_0_11.MODULES, "FusedMo")

@@ -1,4 +1,4 @@
-"""The tests of repairs that run on vLLM 0.23, in the environment of the emulated 910B's second stack."""
+"""Runs the tests of repairs on vLLM 0.23, in the environment of the emulated 910B's second stack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
     [("not emulated and not slow", 100), pytest.param("not emulated and slow", 2, marks=pytest.mark.long)],
     ids=["short ones", "slow ones"],
 )
-def test_the_tests_of_line_0_23_pass(chosen: str, least: int) -> None:
+def test_the_tests_of_release_0_23_pass(chosen: str, least: int) -> None:
     machine = Machine("9.1")
     place = venv(machine)
     others = ("admission/test_fields.py", "lines/test_lines.py")

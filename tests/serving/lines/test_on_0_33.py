@@ -1,4 +1,4 @@
-"""The tests that need vLLM 0.33, run in an environment that has it; none of their files may be skipped there."""
+"""Runs the tests that need vLLM 0.33 in an environment that has it; none of their files may be skipped there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.serving.compat.of_line import ON_0_33
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ENVIRONMENTS["vllm033"].folder / "bin/python"
-NEEDED = "needs vLLM 0.33"  # what each of these files says where it is skipped
+NEEDED = "needs vLLM 0.33"  # the reason with which each of these files is skipped
 FILES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -34,7 +34,7 @@ def run(python: Path | str, *files: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | no_gpu)
 
 
-def test_the_tests_of_line_0_33_pass_and_no_file_of_them_is_skipped() -> None:
+def test_the_tests_of_release_0_33_pass_without_a_skipped_file() -> None:
     others = [*(f"tests/serving/compat/{name}" for name in ON_0_33), "tests/serving/lines/test_lines.py"]
     others.append("tests/frontend")  # with anthropic's types, which this environment alone has
     done = run(PYTHON, "-m", "not emulated", *FILES, *others)
@@ -45,7 +45,7 @@ def test_the_tests_of_line_0_33_pass_and_no_file_of_them_is_skipped() -> None:
 
 
 def test_the_tests_of_a_gpu_are_collected_with_vllm_0_33() -> None:
-    """`make test-cuda` ended before its first test: other lines' files could not be imported, nor the emulator."""
+    """`make test-cuda` ended before its first test: it could not import other releases' files, nor the emulator."""
     found = run(PYTHON, "--collect-only", "-m", "cuda")
     assert found.returncode == 0, found.stdout[-3000:]
     assert int(re.search(r"(\d+)/\d+ tests collected", found.stdout)[1]) > 600

@@ -1,4 +1,4 @@
-"""A prompt that one engine computes and another decodes, through a folder: the same tokens."""
+"""One engine computes a prompt and another decodes it through a folder: the tokens must be equal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ended(engine: Any) -> None:
     gc.collect()
 
 
-def test_another_engine_decodes_what_one_computed(server: Callable[..., Any], tmp_path: Path) -> None:
+def test_another_engine_decodes_a_stored_prompt_alike(server: Callable[..., Any], tmp_path: Path) -> None:
     prompts = random_prompts(LENGTHS, VOCABULARY)
     first = server(tmp_path)
     want = tokens(ask(first, prompts, max_tokens=12))
@@ -93,7 +93,7 @@ def test_a_cache_of_two_tensors_is_read_and_written_as_one_is(tmp_path: Path) ->
 
 
 def test_stored_keys_are_read_into_a_cache_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class that it derives from reads with `.cuda()`."""
+    """The base class reads with `.cuda()`."""
     monkeypatch.setattr(shared_storage_0_11, "get_world_group", lambda: SimpleNamespace(rank=0))
     parallel, cache = SimpleNamespace(world_size=1), SimpleNamespace(block_size=BLOCK)
     transfer = SimpleNamespace(get_from_extra_config=lambda name, default: str(tmp_path))

@@ -38,7 +38,7 @@ SAMPLING: dict[str, tuple[Any, str, Any]] = {
     "vllm_xargs": ({"a": 1}, "extra_args", {"a": 1}),
 }
 
-# what asks for a structure, and what the engine must be told in one of its kinds; None: nothing
+# a request for a structure, and the structure in the engine's request in one of its kinds; None: none
 STRUCTURES: dict[str, tuple[str, dict[str, Any], tuple[str, Any] | None]] = {
     **{
         f"{name} of a {api}": (api, fields, told)
@@ -55,7 +55,7 @@ STRUCTURES: dict[str, tuple[str, dict[str, Any], tuple[str, Any] | None]] = {
             ("guided_grammar", {"guided_grammar": 'root ::= "a1"'}, ("grammar", 'root ::= "a1"')),
             ("a null", {"guided_regex": None}, None),
             (
-                "text beside a choice",
+                "text with a choice",
                 {"response_format": {"type": "text"}, "guided_choice": ["a1"]},
                 ("choice", ["a1"]),
             ),
@@ -78,7 +78,7 @@ STRUCTURES: dict[str, tuple[str, dict[str, Any], tuple[str, Any] | None]] = {
 
 
 def is_told(structure: dict[str, Any] | None, kind: str, value: Any) -> bool:
-    """Whether a structure of the engine has this, by itself, in calls, or framed as a turn (vLLM 0.33)."""
+    """True if the engine's structure contains this: bare, in calls, or framed as a turn (vLLM 0.33)."""
     if structure is None:
         return False
     if structure.get(kind) == value:

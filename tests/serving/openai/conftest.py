@@ -1,4 +1,4 @@
-"""vLLM's server of each release over a script in the place of its engine (`tests/serving/scripted.py`)."""
+"""Starts vLLM's server of each release with a script in place of its engine (`tests/serving/scripted.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.serving.scripted import SAMPLING
 ROOT = Path(__file__).resolve().parents[3]
 NAME, MAX_LEN = "gpt-oss", 8192
 START_LIMIT = 180.0  # seconds
-# options that the front end honours; what they do is in test_http.py
+# options that the front end honours; test_http.py tests their effects
 FLAGS: tuple[str, ...] = ("--enable-log-requests", "--enable-log-outputs")
 FLAGS += ("--return-tokens-as-token-ids", "--enable-force-include-usage", "--response-role", "tutor")
 LATER = ("--default-chat-template-kwargs", '{"reasoning_effort": "high", "model_identity": "You are Tiny."}')
@@ -59,7 +59,7 @@ RELEASES = (
 
 
 def python_of(release: str) -> tuple[Path, dict[str, str]]:
-    """The interpreter of a release's environment, and what its processes need in theirs."""
+    """Returns the interpreter of a release's environment, and variables for its processes."""
     if release == "0.11":
         return Path(sys.executable), {}
     if release == "0.33":
@@ -114,7 +114,7 @@ class Server:
 
     @property
     def defaults(self) -> Defaults:
-        """What its options say."""
+        """The defaults that its options set."""
         return DEFAULTS_OF[self.release]
 
     def prompt(self, **fields: Any) -> str:
@@ -133,7 +133,7 @@ class Server:
             return Answer(error.code, dict(error.headers), error.read().decode())
 
     def chat(self, written: str = "", /, **fields: Any) -> Answer:
-        """The answer of a chat to which the model writes this."""
+        """Returns the answer of a chat for which the model writes this text."""
         fields.setdefault("messages", [{"role": "user", "content": written}])
         return self.post("/v1/chat/completions", {"model": NAME} | fields)
 
@@ -146,7 +146,7 @@ class Server:
         return answer.json["tokens"]
 
     def told(self, fields: Mapping[str, Any] = MappingProxyType({}), api: str = "chat") -> dict[str, Any]:
-        """What the engine was told of a request, as its answer or its forced call says."""
+        """Returns the structure that the engine received, for the answer or a forced call."""
         text = f"<|channel|>final<|message|>{SAMPLING}<|return|>"
         if api == "completions":
             answer = self.post("/v1/completions", {"model": NAME, "prompt": SAMPLING, "max_tokens": 4000, **fields})
@@ -187,7 +187,7 @@ def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) ->
     settings |= dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     settings |= {"TIKTOKEN_RS_CACHE_DIR": str(log.parent / "nothing"), "XDG_CACHE_HOME": str(log.parent / "cache")}
     environment = os.environ | variables | settings
-    environment.pop(BASE_VARIABLE, None)  # which an earlier test of this process has set, maybe
+    environment.pop(BASE_VARIABLE, None)  # an earlier test of this process may have set it
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
     server = Server(release, f"http://127.0.0.1:{port}", model, log)

@@ -1,7 +1,7 @@
-"""What a vLLM's handlers read, as JSON: `python -m tests.serving.openai.facts` in the environment of its release.
+"""Prints as JSON the fields and options that a vLLM's handlers read; run in the environment of its release.
 
-fields: of each request class. options: the parameters of each handler's constructor, by which `vllm serve` hands its
-options over. headers: those that the release's own grammars let the model write.
+fields: of each request class. options: the parameters of each handler's constructor, for the options of `vllm serve`.
+headers: headers that the release's own grammars let the model write.
 """
 
 from __future__ import annotations

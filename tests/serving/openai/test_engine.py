@@ -1,4 +1,4 @@
-"""What the engine is told on each release of vLLM, over HTTP: prompts, sampling, structures. And how requests fail."""
+"""Prompts, sampling and structures that the engine receives on each release of vLLM, over HTTP; and failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_structure_reaches_the_engine(server: Server, name: str) -> None:
         assert told["reasoning_ended"] == (api == "completions")
 
 
-def test_structured_answer_is_told(server: Server) -> None:
+def test_structured_answer_is_returned(server: Server) -> None:
     text = THOUGHT + NEXT + final('{"a": 1}')
     assert content(server.chat(text, response_format=FORMAT)) == '{"a": 1}'
     answer = server.respond(text, text={"format": FLAT_FORMAT})
@@ -130,7 +130,7 @@ def test_conversation_is_one_prompt_at_every_entrance(server: Server, encoder: E
         assert usage["prompt_tokens"] == 2 * len(expected)
 
 
-def test_count_of_tokens_is_that_of_the_prompt(server: Server) -> None:
+def test_token_count_equals_the_prompts_length(server: Server) -> None:
     count = server.post("/v1/messages/count_tokens", {"model": NAME, "messages": [USER]}).json["input_tokens"]
     assert count == server.chat(messages=[USER]).json["usage"]["prompt_tokens"]
 
@@ -161,14 +161,14 @@ def test_server_answers_while_a_long_conversation_is_encoded(server: Server, rou
             assert {answer.result().status for answer in asked} <= {200, 400, 404}
         return max(waits)
 
-    waited = []  # what the machine does besides may take a second once, not three times
+    waited = []  # another process may delay one request by a second, but not three
     while len(waited) < 3 and (not waited or waited[-1] >= 1.0):
         waited.append(longest_wait())
     assert min(waited) < 1.0, f"/health waited {waited} s"
 
 
 def test_vocabulary_comes_from_the_checkpoint_without_a_network(server: Server) -> None:
-    if server.release != "0.33":  # whose library has it
+    if server.release != "0.33":  # its library has it
         assert (server.log.parent / "cache/npu_gptoss" / VOCABULARY_FILE).is_file()
     assert not (server.model / VOCABULARY_FILE).exists()
 
@@ -188,7 +188,7 @@ def test_body_that_is_no_request_is_the_clients_error(server: Server, path: str,
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_error_of_the_engine_is_told_and_tears_no_stream(server: Server, api: str) -> None:
+def test_engine_error_is_reported_and_tears_no_stream(server: Server, api: str) -> None:
     text = THOUGHT + NEXT + "<|channel|>final<|message|>Fo" + ERROR
     ask = {"chat": server.chat, "responses": server.respond, "messages": server.message}[api]
     whole = ask(text)
@@ -213,14 +213,14 @@ def test_error_of_the_engine_is_told_and_tears_no_stream(server: Server, api: st
     [("word " * 9000, 5, "90"), ("Hi", MAX_LEN, str(MAX_LEN)), (" " * (128 * MAX_LEN + 1), 5, "at least 819")],
     ids=["words", "max_tokens", "characters"],
 )
-def test_request_that_is_too_long_has_the_code_of_it(server: Server, text: str, most: int, said: str) -> None:
+def test_too_long_request_has_the_context_error_code(server: Server, text: str, most: int, said: str) -> None:
     begin = len(server.log.read_text())
     answers = [
         server.chat(text, max_tokens=most),
         server.chat(text, max_completion_tokens=most, stream=True),
         server.respond(text, max_output_tokens=most),
     ]
-    if server.release != "0.33" or most != MAX_LEN:  # whose completions have what is left of the context
+    if server.release != "0.33" or most != MAX_LEN:  # its completions get the rest of the context
         answers.append(server.post("/v1/completions", {"model": NAME, "prompt": text, "max_tokens": most}))
     answers.append(server.post("/invocations", {"messages": [{"role": "user", "content": text}], "max_tokens": most}))
     for answer in answers:
@@ -235,7 +235,7 @@ def test_request_that_is_too_long_has_the_code_of_it(server: Server, text: str, 
 
 
 def test_idle_connection_stays_open_longer_than_clients_keep_theirs(server: Server) -> None:
-    """Stock closes it after 5 s, at times under the request that is being sent on it."""
+    """Stock vLLM closes it after 5 s, sometimes during the client's next request."""
     with closing(http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)) as connection:
         connection.request("GET", "/ping")
         assert connection.getresponse().read() == b""

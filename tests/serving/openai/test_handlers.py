@@ -1,4 +1,4 @@
-"""Handlers without a server: what no script of tests/serving/scripted.py can do."""
+"""Handlers without a server: cases that no script of tests/serving/scripted.py can produce."""
 
 from __future__ import annotations
 

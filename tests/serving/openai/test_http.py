@@ -1,6 +1,6 @@
 """The same right answer on each release of vLLM, over HTTP, whole and streamed.
 
-The cases F1 to F26 are those of a survey of public bug reports of servers of gpt-oss.
+The cases F1 to F26 come from a survey of public bug reports about servers of gpt-oss.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _anthropic(tool: dict[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], "input_schema": function["parameters"]}
 
 
-# F1 to F3: what agents send
+# F1 to F3: requests of agents
 
 
 def test_codex_tools_and_items_are_served(server: Server) -> None:
@@ -154,7 +154,7 @@ def test_hosted_tool_that_is_forced_is_refused_by_name(server: Server) -> None:
     assert (error["param"], "spell" in error["message"]) == ("tools[0].type", True)
 
 
-# F5 to F8, F10 to F12, F24, F25 are among the turns. F9, F14 to F19, F21, F23: losses without a word
+# F5 to F8, F10 to F12, F24, F25 are among the turns. F9, F14 to F19, F21, F23: silent losses
 
 
 def test_tool_choice_none_hides_the_tools(server: Server) -> None:
@@ -236,7 +236,7 @@ def test_thinking_parts_sent_back_are_reasoning(server: Server) -> None:
     assert "<|message|>18 degrees<|end|>" in prompt
 
 
-def test_logprobs_are_those_of_the_answer(server: Server) -> None:
+def test_logprobs_belong_to_the_answer(server: Server) -> None:
     fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": False}
     whole = server.chat(ANSWER, **fields).json["choices"][0]["logprobs"]["content"]
     assert [token["token"] for token in whole] == ["Four", "."]
@@ -247,7 +247,7 @@ def test_logprobs_are_those_of_the_answer(server: Server) -> None:
     assert [token["token"] for token in without_others] == ["Four", "."]
 
 
-def test_usage_tells_the_reasoning_tokens(server: Server) -> None:
+def test_usage_reports_the_reasoning_tokens(server: Server) -> None:
     usage = server.chat(ANSWER).json["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 1}
     streamed = server.chat(ANSWER, stream=True, stream_options={"include_usage": True}).lines[-1]
@@ -301,7 +301,7 @@ def test_part_that_is_no_text_is_refused_by_its_path(server: Server, part: dict[
     assert server.post("/tokenize", {"model": NAME, "messages": messages}).status == 400
 
 
-# What vLLM keeps
+# Stored by vLLM
 
 
 def test_a_response_is_stored_retrieved_and_continued(server: Server) -> None:
@@ -344,7 +344,7 @@ def test_nulls_of_a_response_are_its_defaults(server: Server) -> None:
     assert server.respond(ANSWER, stream=True, background=None).events[-1]["type"] == "response.completed"
 
 
-def test_several_samples_have_choices_of_their_own(server: Server) -> None:
+def test_several_samples_have_separate_choices(server: Server) -> None:
     answer = server.chat(ANSWER, n=2, temperature=0.5).json
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["Four.", "Four."]
     lines = server.chat(ANSWER, n=2, temperature=0.5, stream=True).lines

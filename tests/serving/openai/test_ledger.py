@@ -1,7 +1,7 @@
-"""Each field of a request and each option of `vllm serve` that a release's handlers read is decided upon.
+"""Every request field and every option of `vllm serve` that a release's handlers read has a decision.
 
-A new one fails here. A field then goes into one of the tables of the front end, an option into one of those below:
-used by our handlers (test_engine.py shows it), a reason to leave requests to vLLM's handler, or without effect.
+A new field or option fails here. The field then goes into a table of the front end, the option into a table below: used
+by our handlers (test_engine.py tests it), a reason to leave requests to vLLM's handler, or without effect.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_field_of_a_request_is_in_no_table_or_in_two(facts: dict[str, Any]) -> N
         assert wrong == [], f"{api}: decide: used, falls through, or refused"
 
 
-def test_option_of_the_server_is_not_decided_upon(facts: dict[str, Any]) -> None:
+def test_option_of_the_server_has_no_decision(facts: dict[str, Any]) -> None:
     assert {"chat", "responses"} <= facts["options"].keys()
     tables = (PLUMBING, USED, FALLS_THROUGH, WITHOUT_EFFECT)
     for handler, options in facts["options"].items():
@@ -78,7 +78,7 @@ def test_option_of_the_server_is_not_decided_upon(facts: dict[str, Any]) -> None
         assert wrong == [], f"{handler}: decide: used, falls through, or refused"
 
 
-def test_header_of_a_grammar_is_not_among_those_that_are_read(facts: dict[str, Any]) -> None:
+def test_header_of_a_grammar_is_not_read(facts: dict[str, Any]) -> None:
     assert set(facts["headers"]) <= {header for headers in GRAMMAR_HEADERS.values() for header in headers}
 
 
