@@ -191,39 +191,40 @@ def _on_npu(
     config: GptOssConfig, ranks: int, device: Device, choice: Choice, presets: tuple[str, ...], buffsize: int
 ) -> Finding:
     """A server's decision on an NPU, at vLLM's default utilisation."""
-    found, most = choice.fit, max(UTILISATIONS)
+    found, other, more = choice.fit, "", ""
     what = "weights, experts packed in MXFP4 and one layer's in BF16," if choice.packed else "BF16 weights"
     sentence = _what_takes_what(found, what, f"of {device.name}")
     beside = f" beside {gib(found.hccl)} of HCCL's buffers and {gib(RESERVE)} for activations and the driver"
-    other, more = "", ""
     if not choice.packed and config.quantization is not None:
-        other = f"Experts {packed_line(choice)} ({choice.objection or f'{VARIABLE}=packed'})"
-        more = f"{other}. " if choice.kept.tokens > found.tokens else ""
-    details = (f"{other}.", *presets) if other else presets
-    if not found.fits(most, 0):  # the certain part; the reserve is a rule of thumb
+        other = f"Experts {packed_line(choice)} ({choice.objection or f'{VARIABLE}=packed'}). "
+        more = other if choice.kept.tokens > found.tokens else ""
+    if not found.fits(max(UTILISATIONS), 0):  # the certain part; the reserve is a rule of thumb
         return failed(f"{sentence}: that does not fit{beside}.", f"{more}{SMALLER}", details=presets)
     if not found.fits():
         ways = settings(config, ranks, found.total, buffsize, choice.packed)
         remedy = f"{ways}. If start-up runs out of memory: {SMALLER.lower()}" if ways else SMALLER
         return warning(f"{sentence}: that is tight{beside}.", f"{more}{remedy}", details=presets)
-    return ok(f"{sentence}; {_context(found)}.", details=details)
+    return ok(f"{sentence}; {_context(found)}.", details=(other.strip(), *presets) if other else presets)
 
 
 def _elsewhere(config: GptOssConfig, ranks: int, length: int, device: Device, presets: tuple[str, ...]) -> Finding:
     """A CPU, or a GPU with the offline engine, which computes with experts in MXFP4."""
-    on_cpu = device.kind == "cpu"
     packed = device.mxfp4 and config.quantization is not None
-    total = device.free // ranks if on_cpu else device.total
-    found = fit(config, replace(Part.of(config, ranks), whole_embedding=not on_cpu), length, total, packed=packed)
-    where = f"of {device.name}"
-    if on_cpu:
-        where = f"of available memory for {'one process' if ranks == 1 else f'each of {ranks} processes'}"
-    sentence = _what_takes_what(found, "weights, experts in MXFP4," if packed else "BF16 weights", where)
-    usual, most, reserve = (1.0, 1.0, 0) if on_cpu else (UTILISATION, max(UTILISATIONS), RESERVE)
-    smaller = "Free memory, use a smaller checkpoint, or a shorter --max-model-len." if on_cpu else SMALLER
-    if not found.fits(most, 0):
+    what = "weights, experts in MXFP4," if packed else "BF16 weights"
+    if device.kind == "cpu":
+        found = fit(config, Part.of(config, ranks), length, device.free // ranks, packed=packed)
+        processes = "one process" if ranks == 1 else f"each of {ranks} processes"
+        sentence = _what_takes_what(found, what, f"of available memory for {processes}")
+        if found.fits(1.0, 0):
+            return ok(f"{sentence}.", details=presets)
+        smaller = "Free memory, use a smaller checkpoint, or a shorter --max-model-len."
         return failed(f"{sentence}: that does not fit.", smaller, details=presets)
-    if not found.fits(usual, reserve):
-        remedy = f"Serve with --gpu-memory-utilization {most}. If start-up runs out of memory: {smaller.lower()}"
+    most = max(UTILISATIONS)
+    found = fit(config, replace(Part.of(config, ranks), whole_embedding=True), length, device.total, packed=packed)
+    sentence = _what_takes_what(found, what, f"of {device.name}")
+    if not found.fits(most, 0):
+        return failed(f"{sentence}: that does not fit.", SMALLER, details=presets)
+    if not found.fits():
+        remedy = f"Serve with --gpu-memory-utilization {most}. If start-up runs out of memory: {SMALLER.lower()}"
         return warning(f"{sentence}: that is tight.", remedy, details=presets)
-    return ok(f"{sentence}{'' if on_cpu else f'; {_context(found)}'}.", details=presets)
+    return ok(f"{sentence}; {_context(found)}.", details=presets)

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 
 from npu_gptoss import plugin as entry
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, one_line, warning
-from npu_gptoss.doctor.machine import ASCEND, CUDA, DEVICE_TYPES, Machine
+from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, DEVICE_TYPES, Machine
 from npu_gptoss.serving import lines
 from npu_gptoss.serving import platform as cpu_platform
 
@@ -90,45 +90,35 @@ def platforms(here: Machine) -> Finding:
     release = here.vllm
     if release is None:
         return not_applicable("vLLM is not installed.")
+    if kind == CUDA:
+        return ok("vLLM's platform is its own for CUDA.")
     names = [p.name for p in loaded(here, cpu_platform.GROUP)]
-    installed = [p.name for p in here.entry_points(cpu_platform.GROUP)]
-    others = [name for name in names if name not in (ASCENDS, cpu_platform.NAME)]
-    alone = f"{FILTER}=" + ",".join([ASCENDS if kind == ASCEND else cpu_platform.NAME, *_general_names(here)])
-    if others and kind != CUDA:
+    title, wanted, install = "CPU", cpu_platform.NAME, REINSTALL
+    if kind == ASCEND:
+        title, wanted, install = "Ascend", ASCENDS, "Install vllm-ascend into the environment of vLLM."
+    if others := [name for name in names if name not in (ASCENDS, cpu_platform.NAME)]:
+        general = [p.name for p in here.entry_points(GENERAL) if _origin(p) in KNOWN]
         return warning(
             f"A second platform plugin is installed ({', '.join(others)}), and vLLM takes one: with two that answer it "
             "does not start, and this package's own for CPUs steps aside. The check registration shows the result.",
-            f"Uninstall it, or set {alone}.",
+            f"Uninstall it, or set {FILTER}={','.join([wanted, *general])}.",
         )
-    if kind == ASCEND and ASCENDS not in names:
-        filtered = ASCENDS in installed
-        return failed(
-            f"vLLM gets no Ascend platform: {f'{FILTER} leaves {ASCENDS} out' if filtered else 'no package names it'}.",
-            _filter_remedy(here, OURS, ASCENDS) if filtered else "Install vllm-ascend into the environment of vLLM.",
-        )
+    if kind == CPU and "empty" not in release and here.version("vllm"):
+        return ok(f"vLLM {release} is built for a device and names its own platform.")
+    if wanted not in names:
+        if wanted in [p.name for p in here.entry_points(cpu_platform.GROUP)]:
+            why, install = f"{FILTER} leaves {wanted} out", _filter_remedy(here, OURS, wanted)
+        else:
+            why = "no package names it"
+        return failed(f"vLLM gets no {title} platform: {why}.", install)
     if kind == ASCEND:
         return ok(f"vLLM's platform is {ASCENDS}, of vllm-ascend; there is no second one.")
-    if kind == CUDA:
-        return ok("vLLM's platform is its own for CUDA.")
-    if "empty" not in release and here.version("vllm"):
-        return ok(f"vLLM {release} is built for a device and names its own platform.")
-    if cpu_platform.NAME not in names:
-        filtered = cpu_platform.NAME in installed
-        why = f"{FILTER} leaves {cpu_platform.NAME} out" if filtered else "no package names one"
-        return failed(
-            f"vLLM gets no CPU platform: {why}.",
-            _filter_remedy(here, OURS, cpu_platform.NAME) if filtered else REINSTALL,
-        )
     if reasons := cpu_platform.objections(here.root):
         return failed(
             f"This package names no CPU platform to vLLM: {'; '.join(reasons)}.",
             "Remove what stands there; NPU_GPTOSS_PLATFORM=cpu asks for the CPU on a machine with an accelerator.",
         )
     return ok(f"{cpu_platform.NAME} names vLLM's own CPU platform; there is no second one.")
-
-
-def _general_names(here: Machine) -> list[str]:
-    return [p.name for p in here.entry_points(GENERAL) if _origin(p) in KNOWN]
 
 
 def registration(here: Machine) -> Finding:

@@ -20,28 +20,23 @@ def with_plugin(group, entry, base=CPU_PLUGINS, *, first=False):
     return {**base, group: (entry, *base[group]) if first else (*base[group], entry)}
 
 
-def test_a_well_installed_plugin_is_found(tmp_path):
-    for here in (machine(tmp_path), ascend(tmp_path)):
-        only(plugins.discovered(here), "ok", "npu_gptoss.plugin:register")
+FORK = {GENERAL: [("npu_gptoss", "fork.plugin:register", "fork")]}
 
 
-def test_a_plugin_that_is_not_installed_or_another_s_is_a_failure(tmp_path):
-    bare = machine(tmp_path, plugins={})
-    only(plugins.discovered(bare), "failed", "no package names npu_gptoss", "pip install --no-deps")
-    here = machine(tmp_path, plugins={GENERAL: [("npu_gptoss", "fork.plugin:register", "fork")]})
-    only(plugins.discovered(here), "failed", "fork.plugin:register of fork", "Uninstall fork")
-
-
-def test_a_filter_that_leaves_the_plugin_out_is_a_failure(tmp_path):
-    here = ascend(tmp_path, VLLM_PLUGINS="ascend")
-    only(
-        plugins.discovered(here),
-        "failed",
-        "VLLM_PLUGINS=ascend leaves npu_gptoss out",
-        "VLLM_PLUGINS=ascend,npu_gptoss.",
-    )
-    only(plugins.discovered(ascend(tmp_path, VLLM_PLUGINS="ascend,npu_gptoss")), "ok")
-    only(plugins.discovered(ascend(tmp_path, VLLM_PLUGINS="")), "failed", "set VLLM_PLUGINS=npu_gptoss.")
+@pytest.mark.parametrize(
+    ("on", "options", "state", "phrases"),
+    [
+        (machine, {}, "ok", ["npu_gptoss.plugin:register"]),
+        (ascend, {}, "ok", ["npu_gptoss.plugin:register"]),
+        (machine, {"plugins": {}}, "failed", ["no package names npu_gptoss", "pip install --no-deps"]),
+        (machine, {"plugins": FORK}, "failed", ["fork.plugin:register of fork", "Uninstall fork"]),
+        (ascend, {"VLLM_PLUGINS": "ascend"}, "failed", ["leaves npu_gptoss out", "VLLM_PLUGINS=ascend,npu_gptoss."]),
+        (ascend, {"VLLM_PLUGINS": "ascend,npu_gptoss"}, "ok", []),
+        (ascend, {"VLLM_PLUGINS": ""}, "failed", ["set VLLM_PLUGINS=npu_gptoss."]),
+    ],
+)
+def test_plugin_is_found_or_its_absence_has_a_remedy(tmp_path, on, options, state, phrases):
+    only(plugins.discovered(on(tmp_path, **options)), state, *phrases)
 
 
 def test_without_a_vllm_that_is_served_nothing_is_asked(tmp_path):
@@ -51,52 +46,53 @@ def test_without_a_vllm_that_is_served_nothing_is_asked(tmp_path):
         only(check(here), "not applicable")
 
 
-def test_plugin_after_ours_is_a_warning(tmp_path):
-    only(plugins.order(ascend(tmp_path)), "ok", "in this order: ascend_enhanced_model, npu_gptoss.")
-    before = machine(tmp_path, plugins=with_plugin(GENERAL, OTHER, first=True))
-    only(plugins.order(before), "ok", "other_gpt_oss, npu_gptoss")
-    behind = machine(tmp_path, plugins=with_plugin(GENERAL, OTHER))
-    only(
-        plugins.order(behind),
-        "warning",
-        "other_gpt_oss of other-gpt-oss",
-        "replaces it",
-        "VLLM_PLUGINS=npu_gptoss,npu_gptoss_cpu leaves",
-    )
-    only(plugins.order(machine(tmp_path, plugins={})), "not applicable")
+@pytest.mark.parametrize(
+    ("on", "options", "state", "phrases"),
+    [
+        (ascend, {}, "ok", ["in this order: ascend_enhanced_model, npu_gptoss."]),
+        (machine, {"plugins": with_plugin(GENERAL, OTHER, first=True)}, "ok", ["other_gpt_oss, npu_gptoss"]),
+        (
+            machine,
+            {"plugins": with_plugin(GENERAL, OTHER)},
+            "warning",
+            ["other_gpt_oss of other-gpt-oss", "replaces it", "VLLM_PLUGINS=npu_gptoss,npu_gptoss_cpu leaves"],
+        ),
+        (machine, {"plugins": {}}, "not applicable", []),
+    ],
+)
+def test_plugin_after_ours_is_a_warning(tmp_path, on, options, state, phrases):
+    only(plugins.order(on(tmp_path, **options)), state, *phrases)
 
 
-def test_second_platform_is_reported(tmp_path):
-    second = ("other_npu", "other:platform", "other-npu")
-    here = ascend(tmp_path, plugins=with_plugin(PLATFORMS, second, ASCEND_PLUGINS))
-    only(plugins.platforms(here), "warning", "(other_npu)", "VLLM_PLUGINS=ascend,ascend_enhanced_model,npu_gptoss")
-    here = machine(tmp_path, plugins=with_plugin(PLATFORMS, second))
-    only(plugins.platforms(here), "warning", "(other_npu)", "VLLM_PLUGINS=npu_gptoss_cpu,npu_gptoss")
-    filtered = machine(tmp_path, plugins=with_plugin(PLATFORMS, second), VLLM_PLUGINS="npu_gptoss_cpu,npu_gptoss")
-    assert "(other_npu)" not in plugins.platforms(filtered).sentence
+SECOND = ("other_npu", "other:platform", "other-npu")
+ON_ASCEND, ON_CPU = with_plugin(PLATFORMS, SECOND, ASCEND_PLUGINS), with_plugin(PLATFORMS, SECOND)
+BUILT_FOR_A_CPU = {**CPU_PACKAGES, "vllm": "0.11.0+cpu"}
 
 
-def test_the_ascend_platform_must_be_there_and_pass_the_filter(tmp_path):
-    only(plugins.platforms(ascend(tmp_path)), "ok", "ascend, of vllm-ascend")
-    only(plugins.platforms(ascend(tmp_path, plugins=CPU_PLUGINS)), "failed", "no package names it", "vllm-ascend")
-    here = ascend(tmp_path, VLLM_PLUGINS="npu_gptoss")
-    only(plugins.platforms(here), "failed", "VLLM_PLUGINS leaves ascend out", "VLLM_PLUGINS=npu_gptoss,ascend.")
-
-
-def test_the_cpu_platform_must_be_there_and_pass_the_filter(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("on", "options", "state", "phrases"),
+    [
+        (ascend, {"plugins": ON_ASCEND}, "warning", ["(other_npu)", "=ascend,ascend_enhanced_model,npu_gptoss"]),
+        (machine, {"plugins": ON_CPU}, "warning", ["(other_npu)", "VLLM_PLUGINS=npu_gptoss_cpu,npu_gptoss"]),
+        (machine, {"plugins": ON_CPU, "VLLM_PLUGINS": "npu_gptoss_cpu,npu_gptoss"}, "ok", ["no second one"]),
+        (ascend, {}, "ok", ["ascend, of vllm-ascend"]),
+        (ascend, {"plugins": CPU_PLUGINS}, "failed", ["no package names it", "vllm-ascend"]),
+        (ascend, {"VLLM_PLUGINS": "npu_gptoss"}, "failed", ["leaves ascend out", "VLLM_PLUGINS=npu_gptoss,ascend."]),
+        (machine, {}, "ok", ["there is no second one"]),
+        (machine, {"plugins": {}}, "failed", ["no package names it", "pip install"]),
+        (machine, {"VLLM_PLUGINS": "npu_gptoss"}, "failed", ["out", "VLLM_PLUGINS=npu_gptoss,npu_gptoss_cpu."]),
+        (machine, {"packages": BUILT_FOR_A_CPU}, "ok", ["names its own platform"]),
+        (gpu, {"plugins": with_plugin(PLATFORMS, OTHER)}, "ok", ["its own for CUDA"]),
+    ],
+)
+def test_one_platform_is_there_and_passes_the_filter(tmp_path, monkeypatch, on, options, state, phrases):
     monkeypatch.setattr(plugins.cpu_platform, "objections", lambda root: [])
-    only(plugins.platforms(machine(tmp_path)), "ok", "there is no second one")
-    only(plugins.platforms(machine(tmp_path, plugins={})), "failed", "no package names one", "pip install")
-    here = machine(tmp_path, VLLM_PLUGINS="npu_gptoss")
-    only(plugins.platforms(here), "failed", "leaves npu_gptoss_cpu out", "VLLM_PLUGINS=npu_gptoss,npu_gptoss_cpu.")
+    only(plugins.platforms(on(tmp_path, **options)), state, *phrases)
+
+
+def test_cpu_platform_is_not_named_on_a_machine_with_an_accelerator(tmp_path, monkeypatch):
     monkeypatch.setattr(plugins.cpu_platform, "objections", lambda root: ["an accelerator is present: /dev/kfd"])
     only(plugins.platforms(machine(tmp_path)), "failed", "/dev/kfd", "NPU_GPTOSS_PLATFORM=cpu")
-    built = machine(tmp_path, {**CPU_PACKAGES, "vllm": "0.11.0+cpu"})
-    only(plugins.platforms(built), "ok", "names its own platform")
-
-
-def test_on_cuda_a_second_platform_is_no_harm(tmp_path):
-    only(plugins.platforms(gpu(tmp_path, plugins=with_plugin(PLATFORMS, OTHER))), "ok", "its own for CUDA")
 
 
 # What vLLM ends up with: a stand-in for the process that loads vLLM prints what the real one would

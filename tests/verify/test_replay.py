@@ -103,22 +103,21 @@ def test_experts_without_tokens_are_left_out_and_the_sum_stays(form: str, share:
         assert torch.equal(definition(kept)["out"], definition(inputs)["out"])
 
 
+def drawn(form: str) -> Any:
+    weights = random_experts(form if form == "mxfp4" else "bfloat16", torch.bfloat16, torch.Generator().manual_seed(1))
+    return quantize_fp8(weights) if form == "float8_e4m3fn" else weights
+
+
 @pytest.mark.parametrize("form", ["bfloat16", "mxfp4", "float8_e4m3fn"])
 def test_triton_layout_is_turned_back_into_the_official_one(form: str) -> None:
-    weights = random_experts(
-        "mxfp4" if form == "mxfp4" else "bfloat16", torch.bfloat16, torch.Generator().manual_seed(1)
-    )
-    weights = quantize_fp8(weights) if form == "float8_e4m3fn" else weights
-    assert_equal(replay.official(layout.prepare(weights, 7.0)), weights)
+    assert_equal(replay.official(layout.prepare(drawn(form), 7.0)), drawn(form))
 
 
 @pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
 def test_ascend_layout_is_turned_back_into_the_official_one(cann: str) -> None:
-    weights = random_experts("bfloat16", torch.bfloat16, torch.Generator().manual_seed(1))
     with ascend_ops.ascend(cann):
-        assert_equal(replay.official(ascend.prepare(weights, 7.0)), weights)
-        packed = random_experts("mxfp4", torch.bfloat16, torch.Generator().manual_seed(1))
-        assert_equal(replay.official(ascend.prepare_packed(packed, 7.0)), packed)
+        assert_equal(replay.official(ascend.prepare(drawn("bfloat16"), 7.0)), drawn("bfloat16"))
+        assert_equal(replay.official(ascend.prepare_packed(drawn("mxfp4"), 7.0)), drawn("mxfp4"))
 
 
 def assert_equal(got: Any, want: Any) -> None:
