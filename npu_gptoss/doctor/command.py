@@ -63,23 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def diagnose(
-    here: Machine,
-    model: Path | None,
-    *,
-    max_model_len: int,
-    tensor_parallel_size: int,
-    max_num_seqs: int,
-    card_memory: int | None = None,
-) -> Iterator[Finding]:
+def diagnose(here: Machine, args: argparse.Namespace) -> Iterator[Finding]:
     """Yields every finding at once, in the order of `checks.CHECKS`. A check that raises becomes a finding."""
     found: list[Finding] = []
     devices: list[Device] = []
+    model, ranks = args.model, args.tensor_parallel_size
 
     def fit() -> Iterator[Finding]:  # called when the probe has seen the device
         device = devices[0] if devices else None
-        where = (device, card_memory, buffsize(here.environ), here.version("triton-ascend") is not None)
-        return memory.memory(model, max_model_len, tensor_parallel_size, *where, here.environ.get(VARIABLE) or AUTO)
+        where = (device, args.card_memory, buffsize(here.environ), here.version("triton-ascend") is not None)
+        return memory.memory(model, args.max_model_len, ranks, *where, here.environ.get(VARIABLE) or AUTO)
 
     waiting = deque(
         (
@@ -101,7 +94,7 @@ def diagnose(
             ("exposure", partial(exposure.exposure, here)),
             ("vocabulary", partial(vocabulary.vocabulary, here, model)),
             ("memory", fit),
-            ("graphs", partial(graphs.graphs, here, model, tensor_parallel_size, max_num_seqs)),
+            ("graphs", partial(graphs.graphs, here, model, ranks, args.max_num_seqs)),
             ("self-test-record", partial(record.remembered, here, found)),
         )
     )
@@ -129,14 +122,7 @@ def run(args: argparse.Namespace) -> int:
     words = None if args.json else Words(checks.GROUPS, args.brief, partial(print, flush=True))
     if words:
         print(f"npu-gptoss doctor {__version__}", flush=True)
-    for finding in diagnose(
-        here,
-        args.model,
-        max_model_len=args.max_model_len,
-        tensor_parallel_size=args.tensor_parallel_size,
-        max_num_seqs=args.max_num_seqs,
-        card_memory=args.card_memory,
-    ):
+    for finding in diagnose(here, args):
         findings.append(finding)
         if words:
             words.add(finding)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from npu_gptoss.bench import measure as module
+from npu_gptoss.bench import profile
 from npu_gptoss.bench.measure import measure, measure_ceilings, rotation, timing_of
 
 CPU = torch.device("cpu")
@@ -73,3 +76,16 @@ def test_a_rotation_reads_from_memory_and_one_buffer_from_the_cache():
     warm = measure([lambda: torch.sum(buffers[0], dim=0, out=sums[0])], device)
     assert cold.median_s > 1.1 * warm.median_s
     assert size / cold.median_s < 5.5e12, "more than any memory of today: the cache was measured"
+
+
+def test_kernels_of_a_call_are_the_devices_own_and_a_mean(monkeypatch):
+    def event(name: str, device: str, count: int, us: float) -> SimpleNamespace:
+        return SimpleNamespace(key=name, device_type=f"DeviceType.{device}", count=count, self_device_time_total=us)
+
+    events = [event("short", "CUDA", 3, 6.0), event("aten::mul", "CPU", 3, 99.0), event("x" * 200, "CUDA", 6, 60.0)]
+    recorded = nullcontext(SimpleNamespace(key_averages=lambda: [*events, event("empty", "CUDA", 3, 0.0)]))
+    monkeypatch.setattr(profile, "profile", lambda **_: recorded)
+    assert profile.device_kernels(lambda: None, CPU) == [
+        {"name": "x" * profile.NAME_LENGTH, "calls": 2.0, "us": 20.0},
+        {"name": "short", "calls": 1.0, "us": 2.0},
+    ]

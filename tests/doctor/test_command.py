@@ -91,8 +91,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "probe", lambda *_: [ok("skipped", check="device")])
 
 
-def diagnose(here, model=None):
-    return list(command.diagnose(here, model, max_model_len=4096, tensor_parallel_size=1, max_num_seqs=16))
+def diagnose(here, *arguments):
+    return list(command.diagnose(here, options("--max-model-len", "4096", "--max-num-seqs", "16", *arguments)))
 
 
 def test_damaged_checkpoint_ends_with_one_and_a_remedy(tiny, tmp_path, capsys, monkeypatch):
@@ -179,7 +179,7 @@ def test_a_well_set_up_910b_gets_no_complaint(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(probe, "probe", passed)
     here = ascend(tmp_path, ASCEND_HOME_PATH=str(home), ATB_HOME_PATH=str(atb))
-    found = diagnose(here, tiny)
+    found = diagnose(here, "--model", str(tiny))
     assert [finding for finding in found if finding.state != "ok"] == []
     assert {"cann", "nnal", "driver", "device-files", "plugin", "memory", "graphs"} <= {f.check for f in found}
 
