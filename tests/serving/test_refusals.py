@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.entrypoints.openai.cli_args", reason="needs vLLM before 0.33")
 
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils import FlexibleArgumentParser
