@@ -310,19 +310,6 @@ def test_the_logits_of_a_long_prompt_are_held_a_few_rows_at_a_time(engine, monke
     assert rows == [256, 256, 88, 1]
 
 
-def test_logprobs_come_only_where_they_were_asked_for(engine: Engine) -> None:
-    params = [SamplingParams(max_tokens=2, logprobs=k) for k in (None, 0, 2)]
-    nothing, own, two = engine.generate([[1, 2]] * 3, params)
-    assert nothing.logprobs is None
-    assert nothing.prompt_logprobs is None
-    assert [len(entry.top) for entry in own.logprobs] == [0, 0]
-    assert [len(entry.top) for entry in two.logprobs] == [2, 2]
-    # rows of one batch may differ in the last bits: a matrix product sums each in its own order
-    assert [entry.logprob for entry in own.logprobs] == pytest.approx(
-        [entry.top[0][1] for entry in two.logprobs], abs=1e-4
-    )
-
-
 # Wrong input
 
 

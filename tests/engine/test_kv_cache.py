@@ -21,34 +21,6 @@ from tests.refused import refused
 CPU = torch.device("cpu")
 
 
-def test_growing_takes_as_many_blocks_as_the_tokens_need() -> None:
-    allocator, blocks = BlockAllocator(5, 4), []
-    sizes = []
-    for tokens in (1, 4, 5, 8, 9, 20):
-        assert allocator.grow(blocks, tokens)
-        sizes.append(len(blocks))
-    assert sizes == [1, 1, 2, 2, 3, 5]
-    assert sorted(blocks) == [0, 1, 2, 3, 4]
-
-
-def test_growing_beyond_the_free_blocks_takes_none() -> None:
-    allocator, mine, others = BlockAllocator(4, 4), [], []
-    assert allocator.grow(others, 8)
-    assert allocator.grow(mine, 4)
-    before = list(mine)
-    assert not allocator.grow(mine, 16)
-    assert mine == before
-    assert allocator.num_free == 1
-
-
-def test_released_blocks_can_be_taken_again() -> None:
-    allocator, blocks = BlockAllocator(3, 4), []
-    allocator.grow(blocks, 12)
-    allocator.release(blocks)
-    assert (blocks, allocator.num_free) == ([], 3)
-    assert allocator.grow(blocks, 12)
-
-
 def test_releasing_a_block_twice_is_noticed() -> None:
     allocator, blocks = BlockAllocator(3, 4), []
     allocator.grow(blocks, 4)

@@ -70,12 +70,6 @@ def test_a_prompt_joins_requests_that_are_decoding() -> None:
     assert spans(step(scheduler)) == [(6, 7), (15, 16)]
 
 
-def test_no_more_requests_run_than_the_batch_size() -> None:
-    scheduler = make_scheduler(size=2)
-    add(scheduler, *(make_request(3, max_tokens=2) for _ in range(3)))
-    assert [len(step(scheduler)) for _ in range(4)] == [2, 2, 1, 1]
-
-
 def test_a_request_waits_until_its_whole_prompt_has_room() -> None:
     scheduler = make_scheduler(blocks=4, tokens=4)
     long, short = make_request(12, max_tokens=1), make_request(8, max_tokens=1)
@@ -119,18 +113,6 @@ def test_preempted_request_runs_before_new_requests() -> None:
     step(scheduler)
     step(scheduler)
     assert list(scheduler.waiting) == [young, new]
-
-
-def test_cancelling_frees_blocks_wherever_the_request_is() -> None:
-    scheduler = make_scheduler(size=1)
-    running, waiting, finished = make_request(5, max_tokens=9), make_request(5), make_request(5)
-    add(scheduler, running, waiting)
-    step(scheduler)
-    for request in (running, waiting, finished, running):
-        scheduler.cancel(request)
-    assert not scheduler.running
-    assert not scheduler.waiting
-    assert scheduler.allocator.num_free == 100
 
 
 @dataclass

@@ -150,8 +150,3 @@ def test_vocabulary_command_needs_no_torch_and_no_vllm():
         "bad = {'torch', 'vllm', 'transformers', 'tokenizers'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_tokenizer_files_carry_the_same_vocabulary(tmp_path, directory):
-    """`vocabulary` must read the files of `tiny`: the two directions of one table."""
-    assert is_published_vocabulary(build_vocabulary(directory, tmp_path / "out"))

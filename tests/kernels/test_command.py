@@ -78,11 +78,6 @@ def test_one_operation_without_a_kernel_is_enough_for_exit_code_1(capsys):
     )
 
 
-def test_explain_says_no_when_nothing_can_run(capsys):
-    assert main(["kernels", "explain", "moe.route", "--set", "dtype=float16"]) == 1
-    assert "needs bfloat16 or float32 logits, got float16" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

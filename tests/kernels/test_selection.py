@@ -71,15 +71,6 @@ def test_argument_beats_environment(operation, monkeypatch):
     assert select(operation, override="").kernel.solution == "c"
 
 
-def test_impossible_override_raises_with_all_reasons(operation):
-    kernel("slow")
-    kernel("npu", x="float32", size=frozenset({128}), capability=Capability.of("ascend"))
-    with pytest.raises(KernelError) as error:
-        select(operation, override="npu")
-    for part in ("runs on ascend; this is cpu", "needs float32 x, got bfloat16", "handles size 128, got 64"):
-        assert part in str(error.value)
-
-
 def test_an_override_that_names_nothing_lists_the_names(operation, monkeypatch):
     kernel("slow")
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "slwo")

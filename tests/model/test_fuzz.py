@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,16 +62,3 @@ def test_fuzz_reports_hangs_memory_tracebacks_and_wrong_tokens(tmp_path, monkeyp
     (tmp_path / "scratch").mkdir()
     one = Case(0, "none", PRISTINE[0], lambda _: "nothing")
     assert fuzz.run(one, action, tmp_path / "pristine", tmp_path / "scratch").kind == kind
-
-
-def test_a_case_is_the_same_in_every_run(tmp_path: Path) -> None:
-    """Only so can a run be cut into slices, and a finding be looked at again."""
-    for kind in PRISTINE:
-        write_pristine(tmp_path / kind, kind)
-
-    def did(number: int, name: str) -> tuple[str, str]:
-        one = fuzz.case(3, number)
-        return one.group, one.apply(Path(shutil.copytree(tmp_path / one.pristine, tmp_path / f"{number}{name}")))
-
-    for number in range(20):
-        assert did(number, "a") == did(number, "b")

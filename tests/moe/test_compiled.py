@@ -167,20 +167,6 @@ def test_every_tile_opens_pairs_and_no_words_still_in_use(tmp_path):
     assert beside >= 6, "the large tiles' products run beside what follows"
 
 
-def test_a_register_that_is_written_before_the_wait_is_seen():
-    product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1, %f2}, {%r1, %r2}, %rd1, %p1, 1, 1, 0;"
-    for before, after, overwritten in (
-        ("", "", True),
-        ("wgmma.wait_group.sync.aligned 0;", "", False),
-        ("", "wgmma.wait_group.sync.aligned 0;", False),
-        ("", "wgmma.wait_group.sync.aligned 1;", True),
-    ):
-        loop = ["$L1:", before, "mul.rn.bf16x2 %r2, %r8, %r9;", product, "wgmma.commit_group.sync.aligned;", after]
-        products, found = written_while_read("\n".join([*loop, "@%p2 bra \t$L1;"]))
-        assert products == 1
-        assert set(found) == ({"mul.rn.bf16x2 %r2, %r8, %r9;"} if overwritten else set())
-
-
 @needs_triton
 @pytest.mark.skipif(release("triton") >= Version("3.9"), reason="this Triton waits by itself")
 def test_a_step_that_does_not_wait_for_its_product_is_seen(tmp_path):

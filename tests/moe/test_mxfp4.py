@@ -74,15 +74,6 @@ def test_scale_255_is_nan_and_refused() -> None:
         expand(blocks, scales)
 
 
-def test_low_nibble_comes_first() -> None:
-    block = torch.zeros(1, 16, dtype=torch.uint8)
-    block[0, 0] = 0x21  # low nibble 1 (0.5), high nibble 2 (1.0)
-    block[0, 15] = 0xF7  # low nibble 7 (6.0), high nibble 15 (-6.0)
-    values = expand(block, torch.tensor([127], dtype=torch.uint8), torch.float32)
-    assert values[:2].tolist() == [0.5, 1.0]
-    assert values[30:].tolist() == [6.0, -6.0]
-
-
 def check_against_definition(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     blocks, scales = random_pair(3, 5, low=110, high=130)
     want = torch.tensor(by_definition(blocks, scales))

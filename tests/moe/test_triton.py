@@ -16,7 +16,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound, bind, current_platform, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
 from npu_gptoss.kernels.registry import registry
-from npu_gptoss.moe import AnyExperts, expert_mlp, keeps_format, prepare_experts, route
+from npu_gptoss.moe import AnyExperts, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.operations import EXPERTS as OPERATION
 from npu_gptoss.moe.operations import FEW_ROWS, experts_call
 from npu_gptoss.moe.triton import layout, tuned
@@ -230,14 +230,6 @@ def test_the_path_follows_the_number_of_tokens(experts):
             call = make_call(experts("bfloat16"), tokens, top_k=1)
             expert_mlp(call.hidden, prepared, call.topk_weights, call.topk_ids)
     assert seen == list(PATHS.values())
-
-
-def test_packed_formats_are_kept_on_cuda_and_expanded_elsewhere():
-    assert all(keeps_format(name, BF16) for name in ("mxfp4", "float8_e4m3fn"))
-    assert not keeps_format("mxfp4", torch.float32)
-    for kind in ("cpu", "ascend"):
-        with platform_override(kind):
-            assert not keeps_format("mxfp4", BF16)
 
 
 def test_scales_beyond_the_kernels_range_are_refused_in_words(experts):

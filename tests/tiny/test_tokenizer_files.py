@@ -68,18 +68,6 @@ def test_tokens_equal_tiktoken(tokenizer, directory):
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_tokens_equal_openai_harmony(tokenizer, directory, monkeypatch):
-    harmony = pytest.importorskip("openai_harmony")
-    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(directory))
-    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    for text in TEXTS + random_texts(100):
-        if "<|endofprompt|>" in text:
-            continue  # a special token of tokenizer.json, plain text to openai-harmony
-        assert tokenizer.encode(text, add_special_tokens=False).ids == encoding.encode(text, allowed_special="all"), (
-            repr(text)
-        )
-
-
 def test_special_tokens_have_the_published_ids(tokenizer):
     assert SPECIAL_TOKENS[200_002] == "<|return|>"
     assert SPECIAL_TOKENS[200_000] == "<|reserved_200000|>"
