@@ -14,7 +14,7 @@ import openai_harmony as harmony
 
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
-from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer_files
 
 
 @functools.cache
@@ -30,6 +30,12 @@ def tokenizer_files(base: Path) -> Path:
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_files(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def published() -> bytes:
+    pytest.importorskip("bpe_openai")
+    return packaged_vocabulary()
 
 
 @functools.cache

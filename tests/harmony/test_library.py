@@ -19,16 +19,9 @@ from npu_gptoss.harmony.vocabulary import (
     VocabularyError,
     is_published_vocabulary,
 )
-from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 NOWHERE = "http://127.0.0.1:9"
-
-
-@pytest.fixture(scope="module")
-def published() -> bytes:
-    pytest.importorskip("bpe_openai")
-    return packaged_vocabulary()
 
 
 @pytest.fixture(autouse=True)

@@ -21,14 +21,8 @@ from npu_gptoss.harmony.vocabulary import (
     find_vocabulary,
     is_published_vocabulary,
 )
-from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, parse_ranks
+from npu_gptoss.tiny.tokenizer_files import parse_ranks
 from tests.refused import refused
-
-
-@pytest.fixture(scope="module")
-def published() -> bytes:
-    pytest.importorskip("bpe_openai")
-    return packaged_vocabulary()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""YaRN equals transformers and the definition, and a rounded ramp is noticed."""
+"""YaRN equals transformers bit for bit. tests/verify/test_mistakes.py compares it with the paper's definition."""
 
 from __future__ import annotations
 
@@ -42,17 +42,6 @@ def test_frequencies_equal_transformers_bit_for_bit(truncate, head_dim, factor, 
     assert scale == want_scale
     assert inv_freq.dtype == torch.float32
     assert inv_freq.shape == (head_dim // 2,)
-
-
-def test_cache_holds_cosines_then_sines_scaled() -> None:
-    config = gpt_oss_20b()
-    inv_freq, scale = yarn_inv_freq(config)
-    cache = cos_sin_cache(config, 300, torch.float32)
-    assert cache.shape == (300, 64)
-    assert torch.equal(cache[0], torch.cat([torch.full((32,), scale), torch.zeros(32)]))
-    angle = 299 * inv_freq
-    assert torch.equal(cache[299], torch.cat([angle.cos() * scale, angle.sin() * scale]))
-    assert torch.equal(cos_sin_cache(config, 300, torch.bfloat16), cache.to(torch.bfloat16))
 
 
 def test_cache_is_computed_on_the_cpu_whatever_the_default_device() -> None:
