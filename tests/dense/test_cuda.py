@@ -104,16 +104,6 @@ def test_a_row_of_nan_chooses_experts_that_are_there(kernel: Callable) -> None:
     cpu.assert_that_nan_chooses_experts_that_are_there(kernel, case, SIZES.experts)
 
 
-def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[int, int], Case]) -> None:
-    """The counter by which the last program knows itself must be zero after each launch."""
-    case = cases(8, 5)
-    first = case.run("router", cpu.ROUTER[1])
-    for _ in range(50):
-        again = case.run("router", cpu.ROUTER[1])
-        assert torch.equal(again[2], first[2])
-        assert torch.equal(again[3], first[3])
-
-
 @pytest.mark.parametrize(("check", "mutation"), cpu.MISTAKES)
 def test_the_comparison_notices_in_bf16(check: Check, mutation: Mutation) -> None:
     """The difference is larger than rounding."""

@@ -13,7 +13,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route, small_ops
-from npu_gptoss.moe.activation import activation_name, swigluoai
+from npu_gptoss.moe.activation import activation_name
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, local_share, make_layer
 from tests.refused import refused
 from tests.tolerances import assert_close
@@ -113,13 +113,6 @@ def test_both_spellings_of_the_activation_are_known():
 def test_an_unknown_activation_is_an_error_not_a_guess(activation):
     with refused("activation"):
         prepare_experts(make_layer(1).weights, activation=activation)
-
-
-def test_activation_clamps_gate_on_one_side_and_up_on_both():
-    gate, up = torch.tensor([9.0, -9.0, 1.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 9.0, -9.0, 0.5])
-    got = swigluoai(torch.stack([gate, up], -1).flatten())
-    sigmoid = torch.sigmoid(1.702 * torch.tensor([7.0, -9.0, 1.0, 1.0, 1.0]))
-    assert_close(got, torch.tensor([7.0, -9.0, 8.0, -6.0, 1.5]) * sigmoid)
 
 
 @pytest.mark.parametrize("kernel", ["small_ops", "reference"])
