@@ -311,6 +311,15 @@ def expert_inputs(
     }
 
 
+def chosen(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A routing as it is compared: bf16 logits tie, and then either expert is right, so the logits that were chosen,
+    and how many experts are distinct."""
+    inside = ids.long().clamp(0, logits.shape[1] - 1)
+    marks = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device).scatter_(1, inside, 1)
+    found = torch.where(inside == ids, logits.float().gather(1, inside), float("nan"))
+    return {"weights": weights, "logits": found, "distinct": marks.sum(-1)}
+
+
 # --- the rest of a layer
 
 EPS = 1e-5

@@ -11,7 +11,7 @@ from npu_gptoss.moe import expert_mlp, mxfp4, operations, packed, prepare_expert
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import Call, CallSpec, Check
-from npu_gptoss.verify.cases import Inputs, expert_inputs
+from npu_gptoss.verify.cases import Inputs, chosen, expert_inputs
 from npu_gptoss.verify.compare import Outputs
 
 GPT_OSS = 2880  # its hidden and its intermediate size: as many steps in a kernel's loop as in a server
@@ -91,16 +91,7 @@ def route_calls(spec: CallSpec) -> Iterator[Call]:
 
 
 def run_route(inputs: Inputs, kernel: str | None) -> Outputs:
-    """bf16 logits tie, and then either expert is right: compared are the logits that were chosen, and each once."""
-    logits = inputs["logits"]
-    weights, ids = public_route(logits, inputs["top_k"], kernel=kernel)
-    inside = ids.long().clamp(0, logits.shape[1] - 1)
-    marks = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device).scatter_(1, inside, 1)
-    return {
-        "weights": weights,
-        "logits": torch.where(inside == ids, logits.float().gather(1, inside), float("nan")),
-        "distinct": marks.sum(-1),
-    }
+    return chosen(inputs["logits"], *public_route(inputs["logits"], inputs["top_k"], kernel=kernel))
 
 
 def expand_call(name: str, blocks: torch.Tensor, scales: torch.Tensor, experts: list[int], halves: bool) -> Call:

@@ -19,7 +19,7 @@ import torch
 from npu_gptoss.moe import ExpertWeights, PreparedExperts, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
-from npu_gptoss.verify.cases import TOP_K, expert_map, poison
+from npu_gptoss.verify.cases import TOP_K, chosen, expert_map, poison
 from npu_gptoss.verify.compare import Outputs, Result, checked, compare, rows_checked
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.tolerances import EXACT, GATE_ROWS
@@ -248,11 +248,7 @@ def routing(rank: Rank, depth: Depth) -> Iterator[Result]:
         want = {"weights": largest.softmax(-1), "logits": largest, "distinct": torch.full((tokens,), TOP_K)}
 
         def run(logits: torch.Tensor = logits) -> Outputs:
-            weights, ids = (tensor.cpu() for tensor in route(logits.to(rank.device), TOP_K))
-            inside = ids.long().clamp(0, logits.shape[1] - 1)
-            chosen = torch.where(inside == ids, logits.float().gather(1, inside), float("nan"))
-            distinct = torch.zeros(logits.shape, dtype=torch.int64).scatter_(1, inside, 1).sum(-1)
-            return {"weights": weights, "logits": chosen, "distinct": distinct}
+            return chosen(logits, *(tensor.cpu() for tensor in route(logits.to(rank.device), TOP_K)))
 
         limits = {"weights": GATE_ROWS, "logits": EXACT, "distinct": EXACT}
         call = f"routing, {tokens} tokens to {experts} experts"
