@@ -1,12 +1,12 @@
-"""Every runtime patch of foreign code, and `apply()`, which puts them in.
+"""Runtime repairs of foreign code, and `apply()`, which installs them.
 
-vLLM serves gpt-oss with a number of defects that a plugin can only repair from outside. Each repair is a function
-marked `@repair(name, what it replaces, lines=…, upstream=…)`, whose docstring says what goes wrong without it; a file
-holds those of one idea, and `patches()` is their table. A patch is put in when the module that it changes is imported:
-`apply()` itself imports neither vLLM nor torch, because it runs in every vLLM process, most of which never serve HTTP.
-A patch whose target is not the code it was written for is left out with one warning that names it.
+vLLM serves gpt-oss with defects that a plugin can repair only from outside. Each repair is a function marked
+`@repair(name, targets, lines=…, upstream=…)`; its docstring says what goes wrong without it. `patches()` is the table
+of all repairs. A repair is installed when the module that it changes is imported: `apply()` itself imports neither vLLM
+nor torch, because it runs in every vLLM process, and most of these never serve HTTP. If the target is not the code that
+the repair was written for, the repair is left out with one warning that names it.
 
-`NPU_GPTOSS_SKIP_PATCHES=name,name` leaves patches out, `status()` tells what happened to each.
+`NPU_GPTOSS_SKIP_PATCHES=name,name` leaves repairs out; `status()` reports the state of each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Patch", "PatchError", "PatchStatus", "apply", "patches", "patches_he
 
 logger = logging.getLogger("vllm.npu_gptoss")  # so that vLLM's handlers and --log-config apply
 
-# Where two repairs replace the same name, the later one calls the earlier one.
+# If two repairs replace one name, the later repair calls the earlier.
 FILES = (
     "start.checkpoint",
     "start.inspection",
@@ -61,25 +61,25 @@ FILES = (
 
 
 class PatchError(InputError):
-    """gpt-oss cannot be served rightly because a patch could not be put in."""
+    """A repair is missing without which gpt-oss would compute wrong results."""
 
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """The table, of all lines."""
+    """Returns the repairs of all releases."""
     files = (importlib.import_module(f"{__name__}.{name}") for name in FILES)
     return tuple(patch for file in files for patch in repairs_of(file))
 
 
 def patches_here() -> tuple[Patch, ...]:
-    """Those of the line of this process; all of them where no line fits."""
+    """Returns the repairs of the release in this process; all repairs if no release matches."""
     line = line_of(installed_vllm())
     return tuple(patch for patch in patches() if line is None or line.name in patch.lines)
 
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """What became of a patch in this process."""
+    """State of a repair in this process."""
 
     patch: Patch
     state: Literal["applied", "waiting", "skipped"]  # waiting: its module is not imported in this process
@@ -87,7 +87,7 @@ class PatchStatus:
 
 
 _lock = threading.Lock()
-_status: dict[Patch, PatchStatus] = {}  # two lines may have a repair of one name, for one idea in two places
+_status: dict[Patch, PatchStatus] = {}  # two releases may have a repair of one name, in two places
 
 
 def _set(patch: Patch, state: Literal["applied", "waiting", "skipped"], detail: str = "") -> None:
@@ -98,14 +98,14 @@ def _install(patch: Patch, module: ModuleType) -> None:
     _set(patch, "applied")
     try:
         patch.install(module)
-    except Exception as error:  # foreign code has changed in a way nobody foresaw: never break its import
+    except Exception as error:  # the foreign code changed unexpectedly: never break its import
         detail = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
         _set(patch, "skipped", detail)
         logger.warning("npu-gptoss leaves out its patch %s: %s. Without it: %s", patch.name, detail, patch.reason)
 
 
 def apply() -> None:
-    """Put every patch in, now or with the import of its module. Calling it again does nothing more."""
+    """Installs every repair, now or when its module is imported. A second call does nothing."""
     version = installed_vllm()
     line = line_of(version)
     skip = set(envs.get("NPU_GPTOSS_SKIP_PATCHES"))
@@ -134,14 +134,14 @@ def apply() -> None:
 
 
 def status() -> tuple[PatchStatus, ...]:
-    """What became of each patch, in the order of the table; a patch that `apply` has not seen is waiting."""
+    """Returns the state of each repair in the order of the table; a repair that `apply` has not seen is waiting."""
     return tuple(
         _status.get(patch, PatchStatus(patch, "waiting", "apply() was not called")) for patch in patches_here()
     )
 
 
 def require_essential() -> None:
-    """At the model's construction: PatchError when a patch is left out without which it would be wrong in silence."""
+    """Raises PatchError if an essential repair is left out. The model's constructor calls this."""
     apply()
     missing = [entry for entry in status() if entry.patch.essential and entry.state == "skipped"]
     if missing:

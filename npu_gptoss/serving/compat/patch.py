@@ -1,8 +1,8 @@
-"""What a runtime patch of foreign code is, and the few tools that its installer uses.
+"""The record of a runtime repair of foreign code, and the tools that its installer uses.
 
 An installer is a function `install(module)`, marked `@repair(…)`, that receives the foreign module right after its
-import. It first looks whether the code it is about to change is still the code it knows (`expect_parameters`,
-`expect_source`), raises `Mismatch` with a sentence when not, and only then changes anything (`around`, `replace`).
+import. It first checks that the code to change is the code it knows (`expect_parameters`, `expect_source`), raises
+`Mismatch` with a sentence if not, and only then changes anything (`around`, `replace`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Mismatch(Exception):
-    """The foreign code is not the code that a patch was written for; the message says what differs."""
+    """The foreign code differs from the code that a repair was written for; the message names the difference."""
 
 
 Installer = Callable[[ModuleType], None]
@@ -29,14 +29,14 @@ Installer = Callable[[ModuleType], None]
 class Patch:
     """One repair of foreign code."""
 
-    name: str  # what NPU_GPTOSS_SKIP_PATCHES calls it
-    reason: str  # one sentence: what goes wrong without it
+    name: str  # as in NPU_GPTOSS_SKIP_PATCHES
+    reason: str  # one sentence: the defect without it
     touches: tuple[str, ...]  # every name that it replaces, "module:attribute", copies in other modules included
     install: Installer  # gets the module of the first of them, right after its import
-    lines: tuple[str, ...]  # of serving/lines: the releases that it was written for
+    lines: tuple[str, ...]  # the releases that it was written for (serving/lines)
     upstream: str  # where vLLM repaired it, or "none found"
-    until: str  # the release that does not need it any more, or what vLLM has to do first
-    essential: bool  # without it gpt-oss would compute something else without saying so
+    until: str  # the first release without the need, or the change in vLLM that ends it
+    essential: bool  # without it gpt-oss would silently compute wrong results
 
     @property
     def module(self) -> str:
@@ -55,7 +55,7 @@ def repair(
     upstream: str = "none found",
     essential: bool = False,
 ) -> Callable[[Installer], Installer]:
-    """Puts an installer into the table. The first paragraph of its docstring is the reason.
+    """Enters an installer into the table. The first paragraph of its docstring is the reason that users read.
 
     touches: "module module …:Class.name .name …", each in each of the modules; ".name" is of the class before.
     """
@@ -76,13 +76,13 @@ def repair(
 
 
 def repairs_of(module: ModuleType) -> list[Patch]:
-    """In the order of the file."""
+    """Returns a module's repairs, in the order of the file."""
     own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
     return [value.repair for value in own if hasattr(value, "repair")]
 
 
 def expect_parameters(function: Any, *names: str) -> None:
-    """Raise Mismatch unless the function takes at least these parameters (a class stands for its constructor)."""
+    """Raises Mismatch unless the function takes at least these parameters (a class stands for its constructor)."""
     found = tuple(inspect.signature(function).parameters)
     missing = [name for name in names if name not in found]
     if missing:
@@ -93,21 +93,21 @@ def expect_parameters(function: Any, *names: str) -> None:
 
 
 def stock(value: Any) -> Any:
-    """The foreign code's own object below every patch."""
+    """Returns the foreign code's own object, below every repair."""
     while hasattr(value, "__npu_gptoss_replaces__"):
         value = value.__npu_gptoss_replaces__
     return value
 
 
 def holder(found: type, name: str) -> type:
-    """The class that has this name as its own: vllm-ascend puts a subclass in the place of vLLM's scheduler."""
+    """Returns the class that defines this name itself: vllm-ascend replaces vLLM's scheduler by a subclass."""
     return next(cls for cls in found.__mro__ if name in vars(cls))
 
 
 def expect_source(function: Any, *markers: str) -> None:
-    """Raise Mismatch unless each marker occurs in the function's source (white space does not count).
+    """Raises Mismatch unless each marker occurs in the function's source (white space does not count).
 
-    It is the foreign function's that is looked at, where another patch is in front of it already.
+    If another repair has replaced the function, the foreign original is read.
     """
     function = stock(function)
     try:
@@ -122,9 +122,9 @@ def expect_source(function: Any, *markers: str) -> None:
 
 
 def replace(owner: Any, name: str, new: Any, copies: Sequence[str] = ()) -> Any:
-    """Put `new` in the place of `owner.name`, also in modules that copied the name with `from … import name`.
+    """Replaces `owner.name` by `new`, also in modules that copied the name with `from … import name`.
 
-    Modules of `copies` that are not imported yet will copy the new object by themselves. Returns the old object.
+    Modules of `copies` that are imported later copy the new object. Returns the old object.
     """
     old = vars(owner)[name]
     new.__npu_gptoss_replaces__ = old
@@ -137,9 +137,9 @@ def replace(owner: Any, name: str, new: Any, copies: Sequence[str] = ()) -> Any:
 
 
 def around(owner: Any, name: str, copies: Sequence[str] = ()) -> Callable[[Callable[..., Any]], None]:
-    """Puts a function in the place of `owner.name`, which it gets as its first argument, before those of the call.
+    """Replaces `owner.name` by a function that gets the original as its first argument, before those of the call.
 
-    The function of a class or static method is handed over without its class. `copies` as in `replace`.
+    The original of a class or static method is passed without its class. `copies` as in `replace`.
     """
     found = vars(owner)[name]
     original = getattr(found, "__func__", found)
@@ -155,7 +155,7 @@ def around(owner: Any, name: str, copies: Sequence[str] = ()) -> Callable[[Calla
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Finds what others find, and calls back when it has run."""
+    """Delegates to the other finders, and calls back after the module has run."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
@@ -176,7 +176,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         return None
 
     def _execute(self, loader: importlib.abc.Loader, module: ModuleType) -> None:
-        del loader.exec_module  # its own again: no trace is left for inspect, pickle and reload
+        del loader.exec_module  # restores the loader's own method, for inspect, pickle and reload
         loader.exec_module(module)
         for call in self.waiting.pop(module.__name__, ()):
             call(module)
@@ -186,7 +186,7 @@ _hook = _ImportHook()
 
 
 def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
-    """Call `call(module)` now if the module is imported, else right after its import. Imports nothing itself."""
+    """Calls `call(module)` now if the module is imported, else right after its import. Imports nothing itself."""
     module = sys.modules.get(name)
     if module is not None:
         call(module)

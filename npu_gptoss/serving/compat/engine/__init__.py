@@ -1,1 +1,1 @@
-"""Repairs of vLLM's engine core and workers: one request's mistake is not everybody's."""
+"""Repairs of vLLM's engine core and workers: an error in one request leaves the other requests alone."""

@@ -1,8 +1,8 @@
-"""A row of the runner's batch keeps nothing of the request that was there before.
+"""Clears a batch row's mask of allowed tokens before the next request uses the row.
 
-vLLM moves the last row into a gap and leaves its mask of allowed tokens behind: the next request there, which
-allows all, is bound by it as long as any request of the batch has `allowed_token_ids`. And two rows that change places
-end with one and the same mask, because the mask is exchanged through views. Both answer a neighbour wrongly in silence.
+When vLLM moves the last row into a gap, it leaves the row's mask behind. As long as any request of the batch has
+`allowed_token_ids`, the next request in that row is restricted by the old mask. When two rows are swapped, both end
+with the same mask, because the mask is exchanged through views. Both defects silently change another request's tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from npu_gptoss.serving.compat.targets import ASCEND_BATCH, BATCH
 
 @repair("row-masks", f"{BATCH}:InputBatch.add_request .swap_states", lines=("0.11", "0.23"), until="0.33")
 def install(module: ModuleType) -> None:
-    """allowed_token_ids of one request bind another one that is given its row of the batch."""
+    """The allowed_token_ids of one request also restrict the next request in the same row of the batch."""
     batch = module.InputBatch
     expect_parameters(batch.add_request, "self", "request")
     expect_parameters(batch.swap_states, "self", "i1", "i2")
@@ -43,7 +43,7 @@ def install(module: ModuleType) -> None:
 
 @repair("row-masks-ascend", f"{ASCEND_BATCH}:InputBatch.add_request .swap_states", until="0.23")
 def install_ascend(module: ModuleType) -> None:
-    """As row-masks, in vllm-ascend's worker."""
+    """Same as row-masks, in vllm-ascend's worker."""
     from npu_gptoss.serving.compat.start.ascend import expect_release
 
     expect_release()

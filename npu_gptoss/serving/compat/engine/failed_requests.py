@@ -1,21 +1,20 @@
-"""An exception that belongs to one request ends that request alone: the engine core's half. The client's: `ending.py`.
+"""Contains per-request exceptions (engine core side): the failing request ends, the others go on.
 
-Stock vLLM 0.11.0 runs code on behalf of one request in seven places of the core, and an exception in any of them ends
-the engine for everybody, or its input thread, after which every request waits for ever:
+The API server's side is `server/failed_requests.py`. Stock vLLM 0.11.0 runs code for a single request in seven places
+of the core. An exception in any of them ends the engine, or its input thread, after which every request waits for ever:
 
     input thread:  decoding a request · Request and its grammar's backend     -> refused here, before the scheduler
     core thread:   add_request · the compiled grammar, in schedule()          -> refused, or ended before the next step
                    bit masks · tokens into the grammar · stop conditions      -> ended after the step
 
-A request that is refused becomes a `Refused`, which takes its place in vLLM's queues. One that the scheduler has
-already is reported (`report`, from any thread) and ended before and after each step, as an abort ends it: its KV blocks
-go back. Its client gets an `EngineCoreOutput` with the finish reason `abort` and the reason in words as stop reason;
-nothing else in vLLM has both.
+A refused request becomes a `Refused`, which takes its place in vLLM's queues. A request that the scheduler already has
+is reported (`report`, from any thread) and ended like an abort, before and after each step, which frees its KV blocks.
+Its client gets an `EngineCoreOutput` with the finish reason `abort` and the error text as stop reason; vLLM has no
+other output with both.
 
-Where the line is: from the scheduler's output to the runner's, a step belongs to everybody in it, so an exception in
-the executor still ends the engine. What a request could cause there is looked at beforehand (`gate.py`), because a
-device does not raise at a wild index. An input or output thread that dies of anything else ends the engine, too: in
-words, and at once.
+From the scheduler's output to the runner's, a step is shared by all its requests, so an exception in the executor still
+ends the engine. `request_checks.py` checks beforehand the fields that could cause it, because a device does not raise
+at an invalid index. If an input or output thread dies of another error, the engine ends at once and logs the error.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ from npu_gptoss.serving.compat.targets import CORE, SCHEDULER
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-REFUSED = "The engine refused this request: "  # for what the client sent
-FAILED = "The engine ended this request: "  # for what went wrong on the way
+REFUSED = "The engine refused this request: "  # the client's mistake
+FAILED = "The engine ended this request: "  # an error on our side
 LONGEST = 400  # characters of a foreign error that reach a client
 
-# What is no matter of a request. All else is, BaseException too: a panic of a Rust library is no Exception.
+# Errors of the process. All others belong to a request, BaseException too: a panic of a Rust library is no Exception.
 PASSES = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
-_FAILURES = "_npu_gptoss_failures"  # of a StructuredOutputManager, which scheduler, core and grammars all know
+_FAILURES = "_npu_gptoss_failures"  # of a StructuredOutputManager, which scheduler, core and grammars share
 _REASON = "_npu_gptoss_reason"  # of a Request that has been reported
 STEP_BEGAN = "_npu_gptoss_step_began"  # of an EngineCore: when its current step began, None between two steps
-_UNTOLD = "_npu_gptoss_untold"  # of an EngineCore in its client's process, which has no queue of outputs
+_UNTOLD = "_npu_gptoss_untold"  # of an EngineCore in its client's process, without a queue: outputs to send
 
 
 def words(error: BaseException) -> str:
-    """A foreign error as one printable line of bounded length: it goes through UTF-8 and onto terminals."""
+    """Formats a foreign error as one printable line of limited length, for UTF-8 and for terminals."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return short(" ".join(text[: 2 * LONGEST].split()), LONGEST)
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Takes a request's place until its client has been told."""
+    """Stands in for a request until its client has received the error."""
 
     request_id: str
     client_index: int
@@ -64,19 +63,19 @@ class Refused:
 
 
 def failures_of(manager: Any) -> deque[tuple[Any, str]]:
-    """The requests that one engine has to end, with reasons; safe to append to from any thread."""
+    """Returns an engine's queue of requests to end, with reasons; any thread may append to it."""
     return vars(manager).setdefault(_FAILURES, deque())
 
 
 def report(failures: deque[tuple[Any, str]], request: Any, reason: str) -> None:
-    """Have this request ended with this reason. The first reason counts."""
+    """Marks a request to be ended with this reason. The first reason counts."""
     if _REASON not in vars(request):
-        setattr(request, _REASON, reason)  # first: `add_request` looks there for what failed before it was added
+        setattr(request, _REASON, reason)  # first: `add_request` reads it for a request that failed before
         failures.append((request, reason))
 
 
 def tell(core: Any, refused: Refused) -> None:
-    """Send the client the end of its request."""
+    """Sends the client the end of its request."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
     logger.warning("Request %r ends alone. %s", refused.request_id, refused.reason)
@@ -92,20 +91,20 @@ def tell(core: Any, refused: Refused) -> None:
 
 
 def end_reported(core: Any) -> None:
-    """End the requests that were reported since the last call. Between steps only."""
+    """Ends the requests that were reported since the last call. Call it between steps only."""
     from vllm.v1.request import RequestStatus
 
     failures = failures_of(core.structured_output_manager)
     while failures:
         request, reason = failures.popleft()
-        # one that is not there was aborted by its client, or is on its way and will be refused by `add_request`
+        # a missing request was aborted by its client, or has not arrived yet: `add_request` will refuse it
         if core.scheduler.requests.get(request.request_id) is request:
             core.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
             tell(core, Refused(request.request_id, request.client_index, reason))
 
 
 def _unreadable(frames: Any, error: BaseException) -> Refused:
-    """Whose request these frames are, when they are no request. Raises the error when that cannot be known."""
+    """Finds the request of a message that cannot be decoded. Raises the error if that is impossible."""
     import msgspec
     from vllm.v1.engine import EngineCoreRequest
 
@@ -130,8 +129,8 @@ def _unreadable(frames: Any, error: BaseException) -> Refused:
     until="0.33",
 )
 def install_input(module: ModuleType) -> None:
-    """A request that the engine core cannot read, make or add ends the engine, or its input thread, after which
-    every request waits for ever; and one with a wild token id ends a step of everybody."""
+    """A request that the engine core cannot decode, construct or add ends the engine, or its input thread, after which
+    every request waits for ever; an invalid token id crashes a step of the whole batch."""
     core, process, stock_decoder = module.EngineCore, module.EngineCoreProc, module.MsgpackDecoder
     expect_source(process.process_input_sockets, "add_request_decoder = MsgpackDecoder(EngineCoreRequest")
     expect_source(process.process_input_sockets, "request = self.preprocess_add_request(req")
@@ -178,8 +177,8 @@ def install_input(module: ModuleType) -> None:
         reason = vars(request).get(_REASON)
         there = self.scheduler.requests.get(request.request_id)
         if reason is None and there is not None and getattr(there, "streaming_queue", None) is None:
-            # another API server's, with the same X-Request-Id: two requests of one name free each other's blocks
-            reason = f"{REFUSED}another one with its id, {request.request_id!r}, is being served"
+            # from another API server, with the same X-Request-Id: two requests of one id free each other's blocks
+            reason = f"{REFUSED}another request with the id {request.request_id!r} is being served"
         if reason is None:
             try:
                 original(self, request, request_wave)
@@ -216,7 +215,7 @@ def install_input(module: ModuleType) -> None:
     until="0.33",
 )
 def install_steps(module: ModuleType) -> None:
-    """What goes wrong with one request in the engine core has no way to end that request alone."""
+    """The engine core has no way to end a single failed request."""
     core, names = module.EngineCore, ("step", "step_with_batch_queue")
     for name in names:
         expect_source(getattr(core, name), "self.scheduler.schedule()", "self.scheduler.update_from_output(")
@@ -241,10 +240,10 @@ def install_steps(module: ModuleType) -> None:
 
 @repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output .update_from_output", until="0.33")
 def install_scheduler(module: ModuleType) -> None:
-    """An exception in one request's stop conditions ends the engine, and so do prompt log-probabilities of a
-    request that was preempted."""
+    """An exception in one request's stop conditions ends the engine; so do the prompt log-probabilities of a preempted
+    request."""
     scheduler = module.Scheduler
-    # a grammar of None, which `grammars.py` makes of one that does not compile, is never ready
+    # `grammars.py` sets a grammar that does not compile to None, which is never ready
     expect_source(scheduler.schedule, "if structured_output_req and structured_output_req.grammar:")
     expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")
     _guard_updates(scheduler)
@@ -253,8 +252,8 @@ def install_scheduler(module: ModuleType) -> None:
     def update_from_output(
         original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
-        # A request that was preempted computes its prompt again. What it says of it has been sent with its first token;
-        # when the chunk yields no token, stock vLLM asserts that there is nothing to say, and ends the engine.
+        # A preempted request computes its prompt again, but its prompt log-probabilities were sent with its first
+        # token. If a chunk yields no token, stock vLLM asserts that there are none, and the engine ends.
         said = model_runner_output.prompt_logprobs_dict
         for request_id in [name for name in said if (r := self.requests.get(name)) is not None and r.num_output_tokens]:
             del said[request_id]

@@ -1,12 +1,12 @@
-"""Structured output in the engine core: a grammar fails with its request alone, and each has the backend it asked for.
+"""Contains grammar errors in the engine core, and compiles each grammar with the backend that validated it.
 
 vLLM 0.11.0 compiles a grammar in a thread and takes the result in `schedule()`, where a compile error ends the engine.
-And it makes one backend an engine, the one that the first request was validated for: a request validated for guidance
-after one for xgrammar is compiled by xgrammar, which may refuse it, or understand it otherwise. 0.33 refuses it.
+It keeps one backend per engine, the backend of the first structured request: a grammar validated by guidance after one
+of xgrammar is compiled by xgrammar, which may refuse it or interpret it differently. 0.33 refuses it.
 
-Here every grammar is wrapped: what it raises is reported (`barrier.report`) and its row of the bit mask allows all.
-Each backend's name has a shallow copy of the manager of its own, which makes the backend and compiles with it; the
-engine's manager keeps the one bit mask, whose layout must be the same for all.
+Here every grammar is wrapped: its exceptions are reported (`failed_requests.report`), and its row of the bit mask then
+allows every token. Each backend gets a shallow copy of the manager, which creates the backend and compiles with it. The
+engine's manager keeps the only bit mask, so all backends must use the same layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from npu_gptoss.serving.compat.targets import GRAMMARS
 _BACKENDS = "_npu_gptoss_backends"  # of a StructuredOutputManager: name -> its copy with that backend
 
 
-# a grammar's methods, and what each says after an error from the same arguments
+# a grammar's methods, and the value that each returns after an error
 INSTEAD: dict[str, Callable[..., Any]] = {
     "accept_tokens": lambda request_id, tokens: True,  # stock asserts it for drafts
     "validate_tokens": lambda tokens: [],
@@ -39,7 +39,7 @@ INSTEAD: dict[str, Callable[..., Any]] = {
 def _guarded(
     call: Callable[[], Any], failures: deque[Any], request: Any, what: str, otherwise: Callable[[], Any]
 ) -> Any:
-    """`call()`, or `otherwise()` once what it raised is reported."""
+    """Returns `call()`; if it raises, reports the error and returns `otherwise()`."""
     try:
         return call()
     except PASSES:
@@ -50,7 +50,7 @@ def _guarded(
 
 
 class GuardedGrammar:
-    """A `StructuredOutputGrammar` that reports instead of raising."""
+    """A `StructuredOutputGrammar` that reports errors instead of raising them."""
 
     def __init__(self, grammar: Any, failures: deque[Any], request: Any) -> None:
         def method(name: str, *arguments: Any) -> Any:
@@ -91,7 +91,7 @@ def install_guard_0_23(module: ModuleType) -> None:
 
 
 def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
-    """compiling: the name of the method that returns a grammar, in a thread of its own."""
+    """compiling: the method that returns a grammar; it runs in its own thread."""
     from vllm.v1.structured_output.request import StructuredOutputRequest
 
     for name in (compiling, "should_fill_bitmask", "should_advance"):
@@ -101,7 +101,7 @@ def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
 
     @around(manager, compiling)
     def guarded(compile_grammar: Callable[..., Any], self: Any, request: Any) -> GuardedGrammar | None:
-        """None is a grammar that is never ready: the scheduler passes the request over until it is ended."""
+        """Returns None after an error. It is never ready: the scheduler passes the request over until it is ended."""
         failures = failures_of(self)
 
         def compiled() -> GuardedGrammar:
@@ -128,7 +128,8 @@ COMPILES = "self.backend.compile_grammar(request_type, grammar_spec)"
     until="vLLM keeps a backend for each grammar",
 )
 def install_backends(module: ModuleType) -> None:
-    """The first structured request chooses the backend of all later ones, which were validated for another."""
+    """The first structured request chooses the backend of all later requests, even if another backend validated
+    them."""
     manager = module.StructuredOutputManager
     _have_backends(manager, manager.grammar_init, "_async_create_grammar", CHOOSES, COMPILES)
 
@@ -140,8 +141,8 @@ def install_backends(module: ModuleType) -> None:
     until="vLLM keeps a backend for each grammar",
 )
 def install_backends_0_23(module: ModuleType) -> None:
-    """The first structured request chooses the backend of all later ones: vllm-ascend refuses those that were validated
-    for another, until the server is started again."""
+    """The first structured request chooses the backend of all later requests: vllm-ascend refuses a request that
+    another backend validated until the server restarts."""
     from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
 
     manager = module.StructuredOutputManager
@@ -155,16 +156,16 @@ def install_backends_0_23(module: ModuleType) -> None:
     until="vLLM keeps a backend for each grammar",
 )
 def install_backends_0_33(module: ModuleType) -> None:
-    """The first structured request chooses the backend of all later ones: after one that xgrammar does not take, every
-    other is refused until the server is started again."""
+    """The first structured request chooses the backend of all later requests: if xgrammar does not support its grammar,
+    every other structured request is refused until the server restarts."""
     manager = module.StructuredOutputManager
     refuses = "if self.backend_name is not None and request_backend != self.backend_name: raise"
     _have_backends(manager, manager.grammar_init, "_create_grammar", refuses, "self.backend.compile_grammar(")
 
 
 def _have_backends(manager: type, original_init: Any, compiling: str, choosing: str, compiles: str) -> None:
-    """original_init: vLLM's own; compiling: as of `_guard`; choosing, compiles: what these two have of a request's
-    backend."""
+    """original_init: vLLM's own; compiling: as in `_guard`; choosing, compiles: source of these two that uses a
+    request's backend."""
     expect_source(
         original_init, choosing, "if self.backend is None:", f"self.executor.submit(self.{compiling}, request)"
     )
@@ -180,7 +181,7 @@ def _have_backends(manager: type, original_init: Any, compiling: str, choosing: 
         name = sampling.structured_outputs._backend
         own = copies.get(name)
         if own is None:
-            failures_of(self)  # made before it is copied, so that they share it
+            failures_of(self)  # created before the copy, so that both share it
             own = copy.copy(self)
             own.backend = own.backend_name = None
             _make_backend(original_init, own, request)
@@ -192,7 +193,7 @@ def _have_backends(manager: type, original_init: Any, compiling: str, choosing: 
 
     def clear_backend(self: Any) -> None:
         others = [own.backend for own in vars(self).get(_BACKENDS, {}).values() if own.backend is not self.backend]
-        original_clear(self)  # on 0.33 this waits for those that compile
+        original_clear(self)  # on 0.33 this waits for running compilations
         for backend in others:
             backend.destroy()
 
@@ -201,7 +202,7 @@ def _have_backends(manager: type, original_init: Any, compiling: str, choosing: 
 
 
 def _make_backend(original_init: Any, own: Any, request: Any) -> None:
-    """Have vLLM make the backend that the request names, and compile nothing yet."""
+    """Creates the backend that the request names with vLLM's own code, and compiles nothing yet."""
     held, own.executor = own.executor, _Nobody()
     try:
         original_init(own, request)
@@ -218,12 +219,12 @@ class _Nobody:
 
 
 def _expect_layout(first: Any, other: Any, name: str) -> None:
-    """Raises ValueError when two backends' rows of a bit mask differ."""
+    """Raises ValueError if the bit masks of two backends differ in layout."""
     if first is None:
         return
     rows = [backend.allocate_token_bitmask(1) for backend in (first, other)]
     if rows[0].shape != rows[1].shape or rows[0].dtype != rows[1].dtype:
         raise ValueError(
-            f"the masks of the structured output backend {name} have {tuple(rows[1].shape)} {rows[1].dtype}, "
-            f"those of the one in use {tuple(rows[0].shape)} {rows[0].dtype}; one engine needs one layout"
+            f"the bit masks of structured output backend {name} have {tuple(rows[1].shape)} {rows[1].dtype}, "
+            f"those of the backend in use {tuple(rows[0].shape)} {rows[0].dtype}; an engine needs one layout"
         )

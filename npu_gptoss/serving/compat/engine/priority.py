@@ -1,13 +1,14 @@
-"""--scheduling-policy priority: requests of one arrival, and whom a lack of KV blocks preempts.
+"""--scheduling-policy priority: orders requests of one arrival time, and preempts only requests outside of the current
+step.
 
-vLLM 0.11.0 orders waiting requests by (priority, arrival, Request). The samples of one request with `n` > 1 arrive at
-one time, the heap compares two `Request`s, and the engine ends. Here no two arrivals are equal: those that were are a
-float's last bit apart, in the order in which they came.
+vLLM 0.11.0 orders waiting requests by (priority, arrival, Request). The samples of a request with `n` > 1 arrive at the
+same time, so the heap compares two `Request`s, and the engine ends. Here equal arrival times are set apart by a float's
+last bit, in the order of arrival.
 
-When blocks lack, `schedule()` preempts the running request of the worst (priority, arrival), even when it has been
-given tokens in this very step. It forgets to take these back: the worker computes them into blocks that belong to
-somebody else by then, and the count of computed tokens is wrong for good. Here the running requests are ordered before
-a step, so that the worst is always one that the step has not come to.
+When blocks run out, `schedule()` preempts the running request of the worst (priority, arrival), even if this step has
+already given it tokens. vLLM does not take these tokens back: the worker computes them into blocks that now belong to
+another request, and the count of computed tokens stays wrong. Here the running requests are sorted before a step, so
+that the worst is always a request that the step has not reached.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from npu_gptoss.serving.compat.targets import SCHEDULER
 
 @repair("priority-order", f"{SCHEDULER}:Scheduler.add_request .schedule", lines=("0.11",), until="0.23")
 def install(module: ModuleType) -> None:
-    """Under --scheduling-policy priority n > 1 ends the engine, and a preemption may take blocks away from a
-    request that is computed in the same step."""
+    """With --scheduling-policy priority, n > 1 ends the engine, and a preemption may free the blocks of a request that
+    is computed in the same step."""
     scheduler, by_priority = module.Scheduler, module.SchedulingPolicy.PRIORITY
     expect_source(
         scheduler.schedule, "key=lambda r: (r.priority, r.arrival_time)", "self.running.remove(preempted_req)"

@@ -1,14 +1,14 @@
-"""Structured output: bfloat16 logits on CPU, and where in a conversation the answer begins.
+"""Structured output: bfloat16 logits on a CPU, and the position in a conversation where the answer begins.
 
 vLLM applies a grammar's bit mask to the logits with xgrammar, whose CPU kernel (0.1.25) takes float32 only and raises
-for anything else, in the engine's process. The mask only sets logits to minus infinity, so that a float32 copy and
-back changes no other value.
+for other types, in the engine's process. The mask only sets logits to minus infinity, so a float32 copy and back
+changes no other value.
 
-The grammar binds only the answer, not the reasoning. 0.11.0 looks for `<|start|>assistant<|channel|>final<|message|>`
-anywhere in the conversation: once earlier answers are rendered with their channel (as the format wants), it finds one
-of them and binds the first token of the turn, so that the model cannot even write its header. And it does not
+The grammar restricts the answer, not the reasoning. 0.11.0 looks for `<|start|>assistant<|channel|>final<|message|>`
+anywhere in the conversation. If earlier answers are rendered with their channel (as the format requires), it finds one
+of these and restricts the first token of the turn, so that the model cannot even write its header. It does not
 recognise the header that the model writes for JSON, `final <|constrain|>json`. A plain text on /v1/completions has no
-header at all: there 0.11.0 takes a grammar and never applies it.
+header: there 0.11.0 accepts a grammar and never applies it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     until="0.23",
 )
 def install_bitmask(module: ModuleType) -> None:
-    """xgrammar's CPU kernel takes float32 logits only, so that the first structured output in bfloat16 ends the
-    engine."""
+    """xgrammar's CPU kernel takes only float32 logits, so the first structured output in bfloat16 ends the engine."""
     import torch as torch_
 
     expect_parameters(module.apply_grammar_bitmask, "scheduler_output", "input_batch", "logits", "device")
@@ -53,7 +52,7 @@ def install_bitmask(module: ModuleType) -> None:
 
 
 def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
-    """Whether the last message begun in these tokens is an answer of which the header is complete.
+    """Returns whether the last message in these tokens is an answer with a complete header.
 
     `header` holds the five tokens of `<|start|>assistant<|channel|>final<|message|>`.
     """
@@ -67,15 +66,15 @@ def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
                 return False
             spelled = list(token_ids[i + 1 : header_end])
             return (channel, final) in pairwise(spelled)
-    return True  # no conversation but a plain text, as /v1/completions continues it: all of it is the answer
+    return True  # a plain text of /v1/completions, no conversation: all of it is the answer
 
 
 @repair(
     "completion-structures", f"{COMPLETION_SERVING}:OpenAIServingCompletion.__init__", lines=("0.23",), until="0.33"
 )
 def install_completions(serving: ModuleType) -> None:
-    """A structure of /v1/completions binds nothing: the engine waits for the end of a reasoning that no prompt of a
-    completion has."""
+    """A structure on /v1/completions is never applied: the engine waits for the end of a reasoning, and a completion
+    has none."""
     completion = serving.OpenAIServingCompletion
     expect_parameters(completion.__init__, "self", "engine_client")
     expect_source(completion._create_completion, "generator = self.engine_client.generate(")
@@ -87,7 +86,7 @@ def install_completions(serving: ModuleType) -> None:
 
 
 class WithoutReasoning:
-    """An engine client, what it generates being no turn of harmony."""
+    """An engine client for plain texts: the output is no harmony turn."""
 
     def __init__(self, engine_client: Any) -> None:
         self._engine_client = engine_client
@@ -107,8 +106,8 @@ class WithoutReasoning:
     until="0.23",
 )
 def install_reasoning_end(module: ModuleType) -> None:
-    """vLLM takes an earlier answer in the conversation for the end of the reasoning and binds the first token of a
-    structured output, and it does not know the header `final <|constrain|>json`."""
+    """vLLM takes an earlier answer in the conversation for the end of the reasoning and applies the structure from the
+    first token on; it does not know the header `final <|constrain|>json`."""
     parser = module.GptOssReasoningParser
     original = parser.is_reasoning_end
     expect_parameters(original, "self", "input_ids")

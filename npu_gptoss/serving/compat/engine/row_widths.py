@@ -1,4 +1,4 @@
-"""What one request may put into the tables of vLLM 0.33's second runner: as much as their rows are wide."""
+"""Refuses requests that exceed the fixed row widths of the V2 runner's tables (vLLM 0.33)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def _counts(sampling: SamplingParams) -> dict[str, tuple[int, int]]:
-    """By field: how many tokens of a request go into a row, and how many a row holds."""
+    """Returns for each field the tokens that a request puts into a row, and the row's width."""
     from vllm import envs
     from vllm.v1.worker.gpu.sample import logit_bias as rows
 
-    # min_tokens suppresses them together with those that the model stops at by itself
+    # min_tokens suppresses the request's and the model's own stop tokens
     suppressed = sampling.all_stop_token_ids if sampling.min_tokens > 0 else ()
     words = sum(map(len, sampling.bad_words_token_ids or ()))
     return {
@@ -36,8 +36,8 @@ def _counts(sampling: SamplingParams) -> dict[str, tuple[int, int]]:
     until="vLLM checks a request against the widths of its second runner's tables",
 )
 def install(module: ModuleType) -> None:
-    """More allowed tokens, biases, tokens of bad words, or stop tokens beside min_tokens, than a row of the runner's
-    tables holds are an exception in the worker, which ends the engine."""
+    """If the allowed tokens, biases, tokens of bad words, or stop tokens with min_tokens exceed a row of the runner's
+    tables, the worker raises and the engine ends."""
     from vllm.exceptions import VLLMValidationError
 
     processor = module.InputProcessor

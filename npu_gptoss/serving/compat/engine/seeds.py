@@ -1,11 +1,11 @@
-"""A request's `seed`: its tokens depend on nothing but the request.
+"""Makes the tokens of a seeded request depend on the request alone.
 
-A prompt that a step's end cuts yields a row of logits and a sampled token that vLLM throws away. It then turns the
-request's generator back by four, which is how far CUDA's goes for one row; a CPU's generator has no offset and raises,
-which ends the engine, and an NPU's goes another way. Here such a row's generator is kept out of the step, so that there
-is nothing to turn back.
+If a step ends within a prompt, vLLM samples a token from the prompt's last row and discards it. It then turns the
+request's generator back by four, the advance of CUDA's generator per row. A CPU's generator has no offset and raises,
+which ends the engine; an NPU's advances differently. Here the generator of such a row is kept out of the step, so that
+nothing has to be turned back.
 
-And vLLM's sampler for a CPU leaves all seeds aside as soon as one request of the batch has none.
+vLLM's CPU sampler also ignores all seeds as soon as one request of the batch has none.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _HELD = "_npu_gptoss_held_generators"  # of a runner: the requests whose generat
 
 @repair("seed-rows", f"{RUNNER}:GPUModelRunner._update_states", lines=("0.11",), until="0.23")
 def install_rows(module: ModuleType) -> None:
-    """A request with a seed whose prompt is cut by a step's end ends the engine on a CPU, and draws other tokens
-    than uncut on an NPU."""
+    """A seeded request whose prompt is cut by the end of a step ends the engine on a CPU; on an NPU it draws other
+    tokens than an uncut prompt."""
     runner = module.GPUModelRunner
     expect_source(runner._bookkeeping_sync, "gen.set_offset(gen.get_offset() - 4)", "if gen is not None:")
     _install(runner)
@@ -31,7 +31,7 @@ def install_rows(module: ModuleType) -> None:
 
 @repair("seed-rows-ascend", f"{ASCEND_RUNNER}:NPUModelRunner._update_states", lines=("0.11",), until="0.23")
 def install_ascend_rows(module: ModuleType) -> None:
-    """As seed-rows, in vllm-ascend's worker."""
+    """Same as seed-rows, in vllm-ascend's worker."""
     from npu_gptoss.serving.compat.start.ascend import expect_release
 
     expect_release()
@@ -66,7 +66,7 @@ def _install(runner: Any) -> None:
 
 @repair("seed-neighbours", f"{SAMPLING}:TopKTopPSampler.forward_cpu", lines=("0.11",), until="0.23")
 def install_cpu_sampler(module: ModuleType) -> None:
-    """On a CPU no seed counts as long as one request of the batch has none."""
+    """On a CPU all seeds are ignored as long as one request of the batch has none."""
     sampler = module.TopKTopPSampler
     own = sampler.forward_cpu
     expect_parameters(own, "self", "logits", "generators", "k", "p")

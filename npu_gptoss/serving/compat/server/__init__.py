@@ -1,1 +1,1 @@
-"""Repairs of vLLM's API server: what it takes in, what it answers, how it ends."""
+"""Repairs of vLLM's API server: requests, answers and shutdown."""

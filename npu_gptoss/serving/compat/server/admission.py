@@ -1,7 +1,7 @@
-"""Admission around vLLM's server: what `serving/admission` has to know of vLLM, and where it is put in.
+"""Connects `serving/admission` with vLLM's server, and installs it.
 
-Admission runs before every middleware of vLLM, with a key guard of its own. What a completion asks of its output is
-compiled by `structures.py` before a stream can begin; chats are read by the front end, behind the last middleware.
+Admission runs before every middleware of vLLM and has its own key guard. `structures.py` compiles the structure of a
+completion before a stream can begin; the front end reads chats, behind the last middleware.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from npu_gptoss.serving.lines.vllm import request_classes
 if TYPE_CHECKING:
     from argparse import Namespace
 
-# where vLLM does nothing but read a request: whatever it raises there, the request is to blame, or the installation
+# functions in which vLLM only reads a request: their exceptions are caused by the request, or by the installation
 READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harmony", "_preprocess_chat"} | {
     *("adjust_harmony_request", "to_chat_completion_request", "_render_responses_with_harmony")  # of 0.33
 }
 COMPLETIONS = "/v1/completions"
 
-# what serves a route, None in the application's state where the model has no use for it; vLLM says so with status 200
+# each route's serving object, None in the application's state if the model lacks it; vLLM then answers with status 200
 SERVES = {
     "/v1/chat/completions": "openai_serving_chat",
     "/v1/completions": "openai_serving_completion",
@@ -53,17 +53,18 @@ SERVES = {
 
 
 class VllmServer:
-    """What the gate asks about vLLM's server; see `admission.gate.Server`."""
+    """Answers admission's questions about vLLM's server; see `admission.gate.Server`."""
 
     def __init__(self, state: Any, trusts_templates: bool) -> None:
         self._state, self._trusts_templates = state, trusts_templates
         self._limits: Limits | None = None
 
     def prepare(self) -> None:
-        """As the server starts to listen: fork while it is quiet, and load what checking takes in the background."""
+        """Runs when the server starts to listen: forks while no request runs, and loads the compilers in the
+        background."""
         from npu_gptoss.serving.metrics import refusals
 
-        for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED):  # so that a rate sees the first
+        for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED):  # so that rate() sees the first
             refusals().labels(str(int(status)))
         if not self._state.vllm_config.model_config.skip_tokenizer_init:
             self._checked().bounded.start()
@@ -132,7 +133,7 @@ class VllmServer:
 
 
 def _lacks_a_package(error: BaseException | None) -> bool:
-    """Whether something could not be imported: no request is to blame, and the log has to say what is missing."""
+    """Returns whether an import failed: then the request is not at fault, and the log must name the missing package."""
     while error is not None:
         if isinstance(error, ImportError):
             return True
@@ -142,7 +143,7 @@ def _lacks_a_package(error: BaseException | None) -> bool:
 
 @functools.cache
 def _validators() -> frozenset[str]:
-    """Names of the functions by which vLLM reads a request."""
+    """Returns the names of the functions with which vLLM reads a request."""
     return frozenset(
         name
         for cls in request_classes()
@@ -158,8 +159,8 @@ def _validators() -> frozenset[str]:
     until="vLLM guards every route by its key and checks every field",
 )
 def install_gate(module: ModuleType) -> None:
-    """vLLM's API key guards only what begins with /v1, by a path read from the client's Host header; fields that
-    end the engine, hold it for hours or fail with 500 reach it unchecked."""
+    """vLLM's API key guards only paths below /v1, and reads the path with the client's Host header; fields that end the
+    engine, block it for hours or fail with 500 are not checked."""
     expect_parameters(module.build_app, "args")
     expect_source(module.build_app, *GUARDS, "@app.exception_handler(RequestValidationError)")
 
@@ -168,7 +169,7 @@ def install_gate(module: ModuleType) -> None:
         from npu_gptoss.serving.openai.messages import add_routes
 
         app = _build_app(original, *args, **kwargs)
-        add_routes(app)  # of an API that 0.11.0 has not
+        add_routes(app)  # /v1/messages, which 0.11.0 lacks
         return app
 
 
@@ -179,8 +180,8 @@ def install_gate(module: ModuleType) -> None:
     until="vLLM guards every route by its key and checks every field",
 )
 def install_gate_0_23(module: ModuleType) -> None:
-    """vLLM's API key leaves /invocations, /tokenize, /metrics and other routes open; prompts times n, and bodies, have
-    no bound; a stop token that is none ends the engine, and of requests that it cannot read it says 500 or nothing."""
+    """vLLM's API key leaves /invocations, /tokenize, /metrics and other routes open; prompts times n, and bodies, are
+    unlimited; an invalid stop token ends the engine; an unreadable request gets 500 or no reason."""
     expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
     handled = "app.exception_handler(RequestValidationError)(validation_exception_handler)"
     expect_source(module.build_app, *GUARDS, handled, "app.exception_handler(VLLMValidationError)(exception_handler)")
@@ -188,7 +189,7 @@ def install_gate_0_23(module: ModuleType) -> None:
     @around(module, "build_app")
     def build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         app = _build_app(original, *args, **kwargs)
-        # vLLM answers these with 400 and 501, but as for any Exception it writes a traceback into the log
+        # vLLM answers these with 400 and 501, but logs a traceback as for any Exception
         for kind in (ValueError, TypeError, OverflowError, NotImplementedError):
             app.exception_handler(kind)(as_chats_do(module.exception_handler))
         return app
@@ -202,7 +203,7 @@ def install_gate_0_23(module: ModuleType) -> None:
 )
 def install_gate_of_app(module: ModuleType) -> None:
     """vLLM's API key leaves /invocations, /tokenize, /generative_scoring, /metrics and other routes open; prompts times
-    n, and bodies, have no bound, and of some requests that it cannot read it says 500."""
+    n, and bodies, are unlimited; some unreadable requests get 500."""
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
     from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
@@ -219,7 +220,7 @@ GUARDS = (
 
 
 def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: Any = None, *others: Any) -> Any:
-    """`supported_tasks` and `others` are of 0.23 and later."""
+    """`supported_tasks` and `others` exist since 0.23."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.middleware import Middleware
@@ -232,7 +233,7 @@ def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: A
     app = original(args, *((supported_tasks, *others) if supported_tasks is not None else ()))
     if "generate" not in (supported_tasks or ("generate",)):
         return app  # a server without an engine, which only renders
-    app.middleware_stack = None  # 0.33 has built it already; it is built anew with the first request
+    app.middleware_stack = None  # 0.33 has built it already; the first request builds it again
     keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
     app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]
     app.add_middleware(

@@ -1,8 +1,8 @@
-"""/v1/completions: structures that a client asks for, and prompts that the model's context cannot hold.
+"""/v1/completions: structured output, and prompts that are too long for the model's context.
 
-A prompt that is too long is refused in the words and with the code by which clients know that they must shorten it.
-vLLM 0.11.0 also names the context less max_tokens as the model's context, and encodes a text of any length before it
-looks.
+A prompt that is too long is refused with the message and the code by which clients know that they must shorten it. vLLM
+0.11.0 also names the context minus max_tokens as the model's context, and encodes a text of any length before it
+checks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from npu_gptoss.serving.compat.targets import (
 )
 
 BEGINNING = "This model's maximum context length is "
-REFUSAL = "Error in preprocessing prompt inputs"  # what vLLM logs, with a traceback
-# as 0.23 and 0.33 say it
+REFUSAL = "Error in preprocessing prompt inputs"  # vLLM's log message, with a traceback
+# the message of 0.23 and 0.33
 TOO_LONG = re.compile(r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.")
 
 
@@ -38,7 +38,7 @@ TOO_LONG = re.compile(r"Input length \((\d+)\) exceeds model's maximum context l
     until="vLLM reads response_format of completions, and refuses deprecated fields instead of dropping them",
 )
 def install_formats(module: ModuleType) -> None:
-    """`response_format` of type text, and json_schema without a schema, end the engine; the others are dropped."""
+    """`response_format` of type text, and json_schema without a schema, end the engine; other formats are dropped."""
     expect_source(module.CompletionRequest.to_sampling_params, 'self.response_format.type == "json_object"')
     _read_structures(module.CompletionRequest)
 
@@ -50,7 +50,8 @@ def install_formats(module: ModuleType) -> None:
     until="vLLM reads response_format of completions, and refuses deprecated fields instead of dropping them",
 )
 def install_formats_0_23(module: ModuleType) -> None:
-    """`guided_json`, `guided_regex` and the like, which clients of vLLM have sent for years, are dropped in silence."""
+    """`guided_json`, `guided_regex` and similar fields, which clients of vLLM have sent for years, are silently
+    dropped."""
     expect_source(module.CompletionRequest.to_sampling_params, "structured_outputs=")
     _read_structures(module.CompletionRequest)
 
@@ -68,7 +69,7 @@ def _read_structures(request_class: type) -> None:
 
 
 class OneLine(logging.Filter):
-    """Writes a client's mistake as one line of the log. A TypeError or RuntimeError keeps its traceback."""
+    """Logs a client's mistake as a single line. A TypeError or RuntimeError keeps its traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -86,9 +87,9 @@ class OneLine(logging.Filter):
     until="0.23",
 )
 def install_words(serving_engine: ModuleType) -> None:
-    """A prompt longer than the model's context is encoded before it is refused, in words that name another context;
-    each refusal is a traceback in the log. A stream that the engine's end took reports a bad request, which no client
-    sends again."""
+    """A prompt longer than the model's context is encoded before it is refused, and the message names a wrong context;
+    each refusal logs a traceback. A stream that the engine's end cut reports a bad request, which clients do not
+    retry."""
     from vllm.entrypoints.renderer import CompletionRenderer
 
     making = CompletionRenderer._create_tokens_prompt
@@ -113,7 +114,7 @@ def install_words(serving_engine: ModuleType) -> None:
     def _create_tokens_prompt(
         original, self, token_ids: list[int], max_length: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if max_length is not None:  # the context less max_tokens
+        if max_length is not None:  # the context minus max_tokens
             limit = self.model_config.max_model_len
             check_length(limit, len(token_ids), limit - max_length)
         return original(self, token_ids, None, *args, **kwargs)
@@ -128,8 +129,8 @@ Handler = Callable[[Any, Any], Any]
 
 
 def as_chats_do(handler: Handler) -> Handler:
-    """An exception handler of vLLM's application that answers a prompt that is too long, and a request that the
-    engine's end took, as chats do."""
+    """Wraps an exception handler of vLLM: prompts that are too long, and requests that the engine's end cut, get the
+    same answers as chats."""
 
     @functools.wraps(handler)
     async def handle(request: Any, error: Any) -> Any:
@@ -148,19 +149,19 @@ def as_chats_do(handler: Handler) -> Handler:
 
 
 def _refusal(said: str) -> Any | None:
-    """The answer to a prompt that is too long, from vLLM's words or ours; None for other words."""
+    """Returns the answer to a prompt that is too long, from vLLM's message or ours; None for other messages."""
     from npu_gptoss.serving.openai.errors import CONTEXT_CODE, refused
 
     if found := TOO_LONG.fullmatch(said):
         said = _words(*map(int, found.groups()))
     if not said.startswith(BEGINNING):
         return None
-    # 0.11.0 adds the cause of the exception
+    # 0.11.0 appends the exception's cause
     return refused(said.removesuffix(" None"), kind="invalid_request_error", code=CONTEXT_CODE)
 
 
 def _ended(said: str) -> Any | None:
-    """503 for the words of the engine's end or the server's; None for other words."""
+    """Returns 503 for the message of the engine's or the server's end; None for other messages."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     from npu_gptoss.serving.openai.errors import failure

@@ -1,12 +1,12 @@
-"""An exception that belongs to one request ends that request alone: the half in the API server's process.
+"""Contains per-request exceptions (API server side): the request gets 400 or 500, the others go on.
 
-What the engine core ended (`barrier.py`) becomes an exception of that request's stream: `RequestRefused`, a ValueError,
-which vLLM's endpoints answer with 400 and its words, or `RequestFailed`, answered with 500 and its words; a stream that
+A request that the engine core ended (`engine/failed_requests.py`) raises in its own stream: `RequestRefused`, a
+ValueError, which vLLM's endpoints answer with 400 and its message, or `RequestFailed`, answered with 500. A stream that
 has begun gets an error event. An engine without streams (`LLM`) gets an output with the finish reason `abort` and the
-words as stop reason. The other samples of a request with `n` > 1 end with it.
+message as stop reason. The other samples of a request with `n` > 1 end with it.
 
-Stock vLLM detokenizes all requests' tokens in one task, and an exception there is everybody's; here it is that of the
-request at hand. And a request that could not be sent to the engine leaves nothing behind.
+Stock vLLM detokenizes the tokens of all requests in one task, and an exception there ends them all; here it ends its
+own request. A request that could not be sent to the engine leaves no state behind.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 
 class RequestRefused(InputError):
-    """The engine cannot do what the request asks for."""
+    """The engine cannot fulfil this request."""
 
 
 class RequestFailed(RuntimeError):
-    """Something went wrong with this request, on this side."""
+    """An error on the server's side ended this request."""
 
 
 def failure(output: Any) -> Exception | None:
-    """What an `EngineCoreOutput` says went wrong, or None."""
+    """Returns the exception that an `EngineCoreOutput` reports, or None."""
     from vllm.v1.engine import FinishReason
 
     reason = output.stop_reason
@@ -44,8 +44,8 @@ def failure(output: Any) -> Exception | None:
 
 @repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", lines=("0.11", "0.23"), until="0.33")
 def install_outputs(module: ModuleType) -> None:
-    """An exception in one request's detokenizer, stop strings or log-probabilities ends all requests, and a request
-    that the engine core ended has no error for its client."""
+    """An exception in one request's detokenizer, stop strings or log-probabilities ends all requests; if the engine
+    core ended a request, its client gets no error."""
     processor = module.OutputProcessor
     expect_parameters(processor.process_outputs, "engine_core_outputs", "engine_core_timestamp", "iteration_stats")
     expect_source(processor.process_outputs, "for engine_core_output in engine_core_outputs:", "reqs_to_abort.append(")
@@ -77,7 +77,7 @@ def install_outputs(module: ModuleType) -> None:
                     error = RequestFailed(FAILED + words(problem))
                     if state is not None and self.request_states.get(output.request_id) is None:
                         aborts += [] if output.finished else [output.request_id]
-                        continue  # it had its last output before this happened
+                        continue  # the error came after its last output
             _end(module, self, output, error, outputs, aborts)
         return module.OutputProcessorOutput(request_outputs=outputs, reqs_to_abort=aborts)
 
@@ -85,7 +85,7 @@ def install_outputs(module: ModuleType) -> None:
 def _end(
     module: ModuleType, processor: Any, output: Any, error: Exception, outputs: list[Any], aborts: list[str]
 ) -> None:
-    """Take a request out of the output processor. What its client gets goes to its queue, or else into `outputs`."""
+    """Takes a request out of the output processor. Its end goes into its queue, or else into `outputs`."""
     from npu_gptoss.serving.lines.vllm import abort_requests, as_of_request, take_out
 
     state = processor.request_states.get(output.request_id)
@@ -99,7 +99,7 @@ def _end(
         state.queue.put(error)
         if parent is not None:
             parent.child_requests.discard(output.request_id)
-            # what they say comes after the error: nobody reads it
+            # their outputs would come after the error, unread
             aborts += abort_requests(processor, [parent.request_id])
         return
     completion = module.CompletionOutput(
@@ -120,7 +120,7 @@ def _end(
 
 @repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", lines=("0.11",), until="0.23")
 def install_sending(module: ModuleType) -> None:
-    """A request that cannot be sent to the engine is answered with an empty message, and its other samples run on."""
+    """A request that cannot be sent to the engine gets an empty error message, and its other samples go on."""
     engine = module.AsyncLLM
     expect_parameters(engine.add_request, "self", "request_id", "prompt", "params")
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
@@ -137,7 +137,7 @@ def install_sending(module: ModuleType) -> None:
         try:
             return await original(self, request_id, *arguments, **keywords)
         except Exception as error:
-            await self.abort(request_id)  # stock does not after a ValueError, nor for the samples that are on their way
+            await self.abort(request_id)  # stock aborts neither after a ValueError nor the samples already sent
             if isinstance(error, OverflowError | UnicodeError):
                 raise RequestRefused(f"A value of this request cannot be sent to the engine: {words(error)}") from error
             raise
@@ -145,11 +145,11 @@ def install_sending(module: ModuleType) -> None:
 
 @repair("error-words", f"{ASYNC}:EngineGenerateError", lines=("0.11", "0.23"), until="0.33")
 def install_words(module: ModuleType) -> None:
-    """A request that ends with an unexpected error is answered with an empty message."""
+    """A request that ends with an unexpected error gets an empty error message."""
     expect_source(module.AsyncLLM.generate, "except ValueError", "raise EngineGenerateError() from e")
 
     class EngineGenerateError(module.EngineGenerateError):
-        """Raised without words, `from` what happened; the client reads these."""
+        """Raised without a message, `from` the cause; the client reads the cause."""
 
         def __str__(self) -> str:
             return super().__str__() or words(self.__cause__ or self)
@@ -159,7 +159,7 @@ def install_words(module: ModuleType) -> None:
 
 @repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", lines=("0.11", "0.23"), until="0.33")
 def install_statistics(module: ModuleType) -> None:
-    """A number of one request that a statistics logger refuses ends the task that answers all requests."""
+    """If a statistics logger rejects a number of one request, the task that answers all requests ends."""
     manager = module.StatLoggerManager
     expect_parameters(manager.record, "self", "scheduler_stats", "iteration_stats")
 

@@ -1,4 +1,4 @@
-"""Puts the front end's handlers in the place of vLLM's (`serving/openai/`)."""
+"""Replaces vLLM's request handlers by the front end's (`serving/openai/`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HANDLER = ("self", "request", "raw_request")
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_chat(module: ModuleType) -> None:
-    """gpt-oss's chats are read and written by vLLM's own code, which loses text, calls and fields of a request."""
+    """vLLM's own handler of gpt-oss chats loses text, calls and fields of a request."""
     _put_chat(module, "create_chat_completion")
 
 
@@ -31,7 +31,7 @@ def install_chat(module: ModuleType) -> None:
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_chat_0_23(module: ModuleType) -> None:
-    """gpt-oss's chats are read and written by vLLM's own code, which loses text, calls and fields of a request."""
+    """vLLM's own handler of gpt-oss chats loses text, calls and fields of a request."""
     _put_chat(module, "_create_chat_completion")
 
 
@@ -45,7 +45,7 @@ def _put_chat(module: ModuleType, name: str) -> None:
     ) -> Any:
         from npu_gptoss.serving.openai import chat
 
-        if type(self) is not serving:  # another API of vLLM's, which writes the chunks anew
+        if type(self) is not serving:  # another API of vLLM, which rewrites the chunks
             return await original(self, request, raw_request)
         return await chat.create(original, self, request, raw_request)
 
@@ -60,7 +60,7 @@ REPLAY = ".responses_background_stream_generator"
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_responses(module: ModuleType) -> None:
-    """/v1/responses is read and written by vLLM's own code, which refuses agents' tools and items, and loses calls."""
+    """vLLM's own handler of /v1/responses refuses agents' tools and items, and loses calls."""
     _put_responses(module, "create_responses")
 
 
@@ -71,7 +71,7 @@ def install_responses(module: ModuleType) -> None:
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_responses_0_23(module: ModuleType) -> None:
-    """/v1/responses is read and written by vLLM's own code, which refuses agents' tools and items, and loses calls."""
+    """vLLM's own handler of /v1/responses refuses agents' tools and items, and loses calls."""
     _put_responses(module, "_create_responses")
 
 
@@ -104,7 +104,8 @@ def _put_responses(module: ModuleType, name: str) -> None:
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_messages(module: ModuleType) -> None:
-    """/v1/messages is written by vLLM's own code: streams without type and role, 500 for a cut call (0.23)."""
+    """vLLM's own handler of /v1/messages sends streams without type and role, and answers a cut call with 500
+    (0.23)."""
     serving = module.AnthropicServingMessages
     for name in ("create_messages", "count_tokens"):
         expect_parameters(getattr(serving, name), *HANDLER)

@@ -1,11 +1,11 @@
-"""The engine tells the server, unasked, that it lives: once a second, how long its step has lasted, and why it died.
+"""Heartbeat: once a second the engine sends the API server the age of its current step and, when it dies, the cause.
 
-vLLM's server knows only whether the engine's process exists. A stopped process, a step that never ends, and the
-reason of a death stay unknown to it. The message travels as the result of a utility call that nobody made: vLLM's own
-channel, without a question, so that `/health` answers at once however busy the engine is.
+vLLM's server only knows whether the engine's process exists. It notices neither a stopped process nor an endless step,
+and knows no cause of death. The message is sent as the result of a utility call that was never made: over vLLM's own
+channel and without a question, so that `/health` answers at once however busy the engine is.
 
-It also watches the other way: an engine or a worker whose parent is gone ends itself. Until then its parent says when:
-Ctrl-C in a terminal reaches all processes of a server, and the requests in flight need theirs.
+In the other direction, an engine or worker ends itself when its parent is gone. Until then the parent decides: Ctrl-C
+in a terminal reaches all processes of a server, but the requests in flight still need theirs.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 CALL = -2  # vLLM numbers its calls by time, all above 0; -1 is a notification of 0.23's data parallel engines
 INTERVAL = 1.0  # seconds between two messages
-SILENCE = 10.0  # seconds without a message after which an engine counts as one that does not answer
+SILENCE = 10.0  # seconds without a message after which an engine counts as hung
 GRACE = 2.0  # seconds that a silent engine gets when /health asks: the server itself may have been busy
-CHILDREN = ("EngineCore", "VllmWorker")  # how vLLM names the processes that must not outlive their parent
-LAST_WILL = 5.0  # seconds that such a process gets to end by itself
+CHILDREN = ("EngineCore", "VllmWorker")  # vLLM's names of the processes that must not outlive their parent
+LAST_WILL = 5.0  # seconds that such a process gets between SIGTERM and SIGKILL
 
 
 class Pulse:
-    """What the engines last said of themselves. It stands among the pending utility calls, and stays there."""
+    """Keeps the engines' last messages. It is registered as a pending utility call, and stays registered."""
 
     def __init__(self, calls: dict[int, Any]) -> None:
         self._calls = calls
-        self._heard: dict[int, tuple[float, float]] = {}  # engine -> when, seconds that its step had lasted by then
+        self._heard: dict[int, tuple[float, float]] = {}  # engine -> (time of the message, age of its step)
         self.cause = ""  # the last error of the engine that died first
         calls[CALL] = self
 
     def set_result(self, message: list[Any]) -> None:
         """`[engine, seconds of the current step or 0, last error or ""]`."""
-        self._calls[CALL] = self  # vLLM takes a call out when its result arrives
+        self._calls[CALL] = self  # vLLM removes a call when its result arrives
         engine, seconds, cause = message
         self._heard[engine] = (time.monotonic(), seconds)
         self.cause = self.cause or cause
 
     def objection(self, longest_step: float) -> str:
-        """Why requests would not be answered, in words; empty when all is well. `longest_step` in seconds."""
+        """Returns the reason why requests would not be answered; empty if there is none. `longest_step` in seconds."""
         now = time.monotonic()
         for engine, (when, seconds) in self._heard.items():
             if now - when > SILENCE:
@@ -67,7 +67,7 @@ class Pulse:
 
 @repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", lines=("0.11", "0.23"), until="0.33")
 def install_client(core_client: ModuleType) -> None:
-    """As engine-pulse, in the server's process."""
+    """Same as engine-pulse, in the server's process."""
     client = core_client.MPClient
     expect_parameters(client.__init__, "self", "asyncio_mode", "vllm_config")
     expect_source(client.__init__, "self.utility_results: dict[int, AnyFuture] = {}")
@@ -90,7 +90,7 @@ def install_health(async_llm: ModuleType) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     class EngineSilentError(EngineDeadError):
-        """Alive as a process, and of no use."""
+        """The engine's process exists but does not answer."""
 
         def __init__(self, reason: str) -> None:
             Exception.__init__(self, reason)
@@ -124,7 +124,7 @@ def _tell(engine: Any, cause: str = "") -> None:
 
 
 def _clients(engine: Any) -> int:
-    """How many servers it has; 0.23 keeps their addresses alone."""
+    """Returns the number of API servers; 0.23 keeps only their addresses."""
     return engine.client_count if hasattr(engine, "client_count") else len(engine.addresses.outputs)
 
 
@@ -142,8 +142,8 @@ def _beat(reference: Callable[[], Any]) -> None:
     until="0.33",
 )
 def install_engine(core: ModuleType) -> None:
-    """The server knows neither whether its engine answers nor why it died, an engine outlives a server that was killed,
-    and Ctrl-C in the server's terminal ends the engine before the requests in flight."""
+    """The server knows neither whether its engine answers nor why it died; an engine outlives a server that was killed;
+    Ctrl-C in the server's terminal ends the engine before the requests in flight."""
     proc = core.EngineCoreProc
     expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
     expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
@@ -161,11 +161,11 @@ def install_engine(core: ModuleType) -> None:
         original(self)
 
     around(proc, "__init__")(_within_parent)
-    become_child()  # a spawned engine loads this when its constructor has begun
+    become_child()  # a spawned engine loads this after its constructor has begun
 
 
 def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """A constructor of an engine or a worker."""
+    """Wraps the constructor of an engine or a worker."""
     become_child()
     original(self, *args, **kwargs)
 
@@ -185,7 +185,7 @@ def install_worker(executor: ModuleType) -> None:
 
 @functools.cache
 def _watch(pid: int) -> None:
-    """Once in the process `pid`; a process that is forked from it has a pid, and a watch, of its own."""
+    """Watches the parent, once in the process `pid`; a forked process has its own pid and its own watch."""
     parent = multiprocessing.parent_process()
 
     def outlive() -> None:
@@ -202,9 +202,9 @@ def _is_child() -> bool:
 
 
 def become_child() -> None:
-    """In an engine or a worker of vLLM: end when the parent is gone, and leave Ctrl-C to the parent, which ends the
-    requests in flight first. SIGINT is blocked, because vLLM sets a handler after the constructor. Elsewhere: nothing.
-    """
+    """Makes an engine or worker of vLLM end with its parent, and leaves Ctrl-C to the parent, which ends the requests
+    in flight first. SIGINT is blocked, because vLLM sets a handler after the constructor. Does nothing in other
+    processes."""
     if _is_child():
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         _watch(os.getpid())

@@ -1,4 +1,4 @@
-"""vLLM writes the arguments that differ from their defaults into its log at start, keys and tokens among them."""
+"""Hides keys and tokens among the arguments that vLLM logs at start."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SECRET = ("api_key", "hf_token")
 
 @repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", until="0.33")
 def install(module: ModuleType) -> None:
-    """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
+    """At start vLLM logs the values of --api-key and --hf-token."""
     expect_source(module.log_non_default_args, "isinstance(args, Namespace)")
     _hide_keys(module)
 
 
 @repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", lines=("0.23",), until="0.33")
 def install_0_23(module: ModuleType) -> None:
-    """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
+    """At start vLLM logs the values of --api-key and --hf-token."""
     from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 
     expect_source(get_non_default_args, "isinstance(args, Namespace)")
@@ -36,7 +36,7 @@ def _hide_keys(module: ModuleType) -> None:
 
     @around(module, "log_non_default_args")
     def log_non_default_args(original: Callable[..., None], args: Any) -> None:
-        if isinstance(args, argparse.Namespace):  # the server's; those of `LLM` have no key
+        if isinstance(args, argparse.Namespace):  # the server's; `LLM` has no key
             hidden = {name: "***" for name in SECRET if isinstance(getattr(args, name, None), str | list)}
             args = argparse.Namespace(**{**vars(args), **hidden})
         original(args)

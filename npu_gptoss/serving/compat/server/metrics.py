@@ -1,4 +1,4 @@
-"""Hooks that bring a step's mode, padding and kernels to /metrics; for gpt-oss only. See `serving/steps.py`."""
+"""Reports a step's mode, padding and kernels at /metrics, for gpt-oss only. See `serving/steps.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_gptoss.serving import steps
 from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, LOGGERS, RUNNER, RUNNER_0_33, SCHEDULER
 
-RECEIVER = "stat-logger"  # the patch without which nobody takes steps out of the statistics again
+RECEIVER = "stat-logger"  # the repair that takes the steps out of the statistics again
 OBSERVER = "_npu_gptoss_observer"
 
 
@@ -25,7 +25,7 @@ OBSERVER = "_npu_gptoss_observer"
     until="0.23",
 )
 def install_stat_logger(module: ModuleType) -> None:
-    """vLLM loads no stat loggers of plugins, so that /metrics has no kernels, replays and padding."""
+    """vLLM does not load a plugin's stat loggers, so /metrics lacks kernels, replays and padding."""
     manager = module.StatLoggerManager
     expect_parameters(manager, "vllm_config", "engine_idxs", "custom_stat_loggers")
     # ours comes first, before vLLM's own loggers see the statistics
@@ -58,16 +58,16 @@ def install_stat_logger(module: ModuleType) -> None:
     until="0.23",
 )
 def install_statistics(module: ModuleType) -> None:
-    """The statistics that travel from the scheduler to /metrics do not say which steps replayed a graph."""
+    """The scheduler's statistics for /metrics do not say which steps replayed a graph."""
     from npu_gptoss.serving import compat
 
     scheduler = module.Scheduler
     expect_parameters(scheduler.update_from_output, "scheduler_output", "model_runner_output")
     expect_source(scheduler.update_from_output, "eco.scheduler_stats = stats", "return engine_core_outputs")
     expect_source(scheduler.make_stats, "kv_connector_stats=")
-    importlib.import_module(LOGGERS)  # the receiver's patch meets its fate
+    importlib.import_module(LOGGERS)  # installs the receiver's repair, or leaves it out
     if any(entry.patch.name == RECEIVER and entry.state == "skipped" for entry in compat.status()):
-        raise Mismatch(f"the patch {RECEIVER} is left out, so nobody would take the steps out again")
+        raise Mismatch(f"the patch {RECEIVER} is left out, so the steps would stay in the statistics")
 
     @around(scheduler, "update_from_output")
     def update_from_output(
@@ -84,7 +84,7 @@ def install_statistics(module: ModuleType) -> None:
     "step-report", f"{RUNNER}:GPUModelRunner.execute_model", lines=("0.11",), upstream="vllm PR 29825", until="0.23"
 )
 def install_report(module: ModuleType) -> None:
-    """The worker does not report the graph that a step replayed, and its rows of padding."""
+    """The worker reports neither the graph that a step replayed nor its padding rows."""
     _install(module.GPUModelRunner, "cudagraph_dispatcher")
 
 
@@ -96,7 +96,7 @@ def install_report(module: ModuleType) -> None:
     until="0.23",
 )
 def install_ascend_report(module: ModuleType) -> None:
-    """As step-report, in vllm-ascend's worker."""
+    """Same as step-report, in vllm-ascend's worker."""
     from npu_gptoss.serving.compat.start.ascend import expect_release
 
     expect_release()
@@ -129,7 +129,7 @@ def _install(runner: Any, dispatcher: str) -> None:
     until="vLLM's statistics have a free field for a plugin",
 )
 def install_kernel_report(module: ModuleType) -> None:
-    """The statistics of a step have no place for the kernels, so that /metrics does not show a slow one."""
+    """The statistics of a step have no field for the kernels, so /metrics does not show a slow kernel."""
     stat = module.CUDAGraphStat
     expect_parameters(stat, "num_unpadded_tokens", "num_padded_tokens", "num_paddings", "runtime_mode")
     with_kernels = steps.kernel_report(_selected_kernels)
@@ -147,7 +147,7 @@ def install_kernel_report(module: ModuleType) -> None:
     until="vLLM's statistics have a free field for a plugin",
 )
 def install_kernel_report_0_33(module: ModuleType) -> None:
-    """The statistics of a step have no place for the kernels, so that /metrics does not show a slow one."""
+    """The statistics of a step have no field for the kernels, so /metrics does not show a slow kernel."""
     expect_parameters(module.make_cudagraph_stats, "batch_desc", "num_tokens")
     with_kernels = steps.kernel_report(_selected_kernels)
 

@@ -1,8 +1,8 @@
-"""A port that vLLM chose for later is still free when vLLM listens on it.
+"""Chooses ports that stay free until vLLM listens on them.
 
-vLLM asks the system for a free port, closes it, and binds it again seconds later, in another process: the store of each
-group of ranks is found that way. The system's own choice is from the range of which it also takes the ports of
-outgoing connections and of listeners that do not care, so that another process may hold the port by then.
+vLLM asks the system for a free port, closes it, and binds it again seconds later in another process; each group of
+ranks finds its store by such a port. The system chooses from the range that it also uses for outgoing connections and
+for listeners without a port of their own, so another process may take the port in between.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768\t60999" b
 
 
 def quiet_port() -> int | None:
-    """A free TCP port of all interfaces that the system gives to nobody of its own will; None where there is none."""
+    """Returns a TCP port, free on all interfaces, that the system does not hand out; None if there is none."""
     try:
         low, high = map(int, _GIVEN_AWAY.read_text().split())
     except (OSError, ValueError):
         return None  # another system, whose range is not known
     candidates = [port for port in RANGE if not low <= port <= high]
-    chance = random.SystemRandom()  # every rank seeds the other one alike
+    chance = random.SystemRandom()  # every rank seeds the global generator alike
     for port in chance.sample(candidates, min(100, len(candidates))):
         with socket.socket() as probe:
             try:
@@ -39,8 +39,8 @@ def quiet_port() -> int | None:
 
 @repair("ports", "vllm.utils:_get_open_port", until="0.23")
 def install(module: ModuleType) -> None:
-    """A server of several ranks ends at its start, once in many, with EADDRINUSE: a port was taken between its choice
-    and its use."""
+    """A server of several ranks sometimes ends at its start with EADDRINUSE: another process took a port between its
+    choice and its use."""
     from vllm import envs
 
     expect_source(module._get_open_port, 's.bind(("", 0))', "envs.VLLM_PORT")

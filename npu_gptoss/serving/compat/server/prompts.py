@@ -1,9 +1,9 @@
-"""Prompts of the routes that the front end does not answer itself: one renderer, in linear time, for every route.
+"""Prompts of the routes that the front end does not answer itself: one renderer for every route, in linear time.
 
-vLLM's own code encodes with openai-harmony's tokenizer, in the server's event loop. It needs the square of the length
-of a run of one character: 64 000 dashes take 3.5 s, all that a body may hold takes hours, in which no request is
-answered. And it renders a conversation otherwise than a chat of the front end, so /tokenize and /render would count
-tokens of another prompt.
+vLLM encodes with openai-harmony's tokenizer, in the server's event loop. Its time is quadratic in the length of a run
+of one character: 64 000 dashes take 3.5 s, and the longest body takes hours, in which no request is answered. vLLM also
+renders a conversation differently from the front end's chats, so /tokenize and /render would count the tokens of
+another prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from npu_gptoss.serving.compat.targets import (
     until="openai/harmony issue 79 is repaired",
 )
 def install_encoding(renderer: ModuleType) -> None:
-    """A conversation with a long run of one character holds the server for hours while its prompt is encoded."""
+    """Encoding a conversation with a long run of one character blocks the server for hours."""
     expect_parameters(renderer.render_for_completion, "messages")
     expect_source(renderer.render_for_completion, "encoding = get_encoding()")
 
@@ -65,7 +65,7 @@ def install_renderer_0_23(module: ModuleType) -> None:
     until="vLLM renders harmony as the published template does",
 )
 def install_renderer_0_33(module: ModuleType) -> None:
-    """The routes that render a conversation, /tokenize among them, show another prompt than the chat's."""
+    """The routes that render a conversation, such as /tokenize, show another prompt than the chat's."""
     _render_as_chats_do(module.OnlineRenderer)
 
 
@@ -85,7 +85,7 @@ def _render_as_chats_do(renderer: type) -> None:
         from npu_gptoss.serving.openai.engine import encoder_of
         from npu_gptoss.serving.openai.release import release
 
-        if (request.kv_transfer_params or {}).get("prompt_token_ids"):  # the prefill's, which 0.33 takes as they are
+        if (request.kv_transfer_params or {}).get("prompt_token_ids"):  # from a prefill server: used unchanged
             return original(self, request, should_include_tools)
         body = request.model_dump(exclude_unset=True)
         body |= {} if should_include_tools else {"tools": None, "tool_choice": None}
@@ -105,7 +105,7 @@ def _render_as_chats_do(renderer: type) -> None:
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_batch(module: ModuleType) -> None:
-    """Conversations of one request are read by vLLM's own code, and encoded in the server's event loop."""
+    """vLLM's own code reads the conversations of a batch, and encodes them in the server's event loop."""
     serving = module.OpenAIServingChatBatch
     expect_parameters(serving.create_batch_chat_completion, "self", "request", "raw_request")
 
@@ -124,7 +124,7 @@ def install_batch(module: ModuleType) -> None:
     until="vLLM renders harmony as the published template does",
 )
 def install_tokenize(module: ModuleType) -> None:
-    """/tokenize with messages renders the Jinja template, whose tokens are not those of the chat."""
+    """/tokenize with messages renders the Jinja template, whose tokens differ from the chat's."""
     _tokenize_as_chats_do(module)
 
 
@@ -135,7 +135,7 @@ def install_tokenize(module: ModuleType) -> None:
     until="vLLM renders harmony as the published template does",
 )
 def install_tokenize_0_23(module: ModuleType) -> None:
-    """/tokenize with messages renders the Jinja template, whose tokens are not those of the chat."""
+    """/tokenize with messages renders the Jinja template, whose tokens differ from the chat's."""
     _tokenize_as_chats_do(module)
 
 
@@ -146,7 +146,7 @@ def install_tokenize_0_23(module: ModuleType) -> None:
     until="vLLM renders harmony as the published template does",
 )
 def install_tokenize_0_33(module: ModuleType) -> None:
-    """/tokenize refuses a conversation with calls when requests are logged: writing the log consumes the calls."""
+    """With request logging, /tokenize refuses a conversation with calls: writing the log consumes the calls."""
     _tokenize_as_chats_do(module)
 
 
@@ -170,8 +170,8 @@ def _tokenize_as_chats_do(module: ModuleType) -> None:
     until="vLLM tokenizes scoring prompts outside of its event loop",
 )
 def install_scoring(serving: ModuleType) -> None:
-    """/generative_scoring encodes its texts, and writes the query once more for each item, in the event loop: a long
-    query with many items holds every request for seconds."""
+    """/generative_scoring encodes its texts in the event loop, and copies the query for each item: a long query with
+    many items blocks every request for seconds."""
     scoring = serving.ServingGenerativeScoring
     expect_parameters(scoring._build_prompts, "self", "request", "tokenizer", "max_model_len")
     expect_source(scoring._build_prompts, "prompt_token_ids = query_token_ids + item_token_ids")
@@ -185,7 +185,8 @@ def install_scoring(serving: ModuleType) -> None:
 
 
 async def _beside(request: Any, render: Callable[[], Any]) -> Any:
-    """With harmony, `render` never waits: it may run in a loop of its own."""
+    """Renders long conversations in another thread. With harmony, `render` never waits, so it may run in another event
+    loop."""
     from npu_gptoss.serving.openai.engine import IN_THE_LOOP
 
     parts = (getattr(request, name, None) for name in ("messages", "tools"))

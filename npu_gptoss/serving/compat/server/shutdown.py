@@ -1,11 +1,11 @@
-"""How the server ends: in words for clients, in seconds for whoever waits, with a status for whoever starts it again.
+"""Ends the server with an error message for clients, a time limit for requests in flight, and an exit status.
 
-vLLM 0.11.0 takes a signal by ending the engine first and waiting for the connections afterwards, without a limit: the
-requests in flight are never answered. 0.23.0 ends them at once, in words that name no reason. Both take the engine's
-death for a regular end, exit status 0, and open their port so that a second server on it gets half of the requests.
+At a signal, vLLM 0.11.0 ends the engine first and then waits for the connections without a limit: the requests in
+flight are never answered. 0.23.0 ends them at once, without a reason. Both report the engine's death as a regular end
+(exit status 0), and open their port so that a second server on it gets half of the requests.
 
-Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends what is left with
-an error, and only then ends the engine. A second signal ends everything at once. Of several API servers (0.23's
+Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends the rest with an
+error, and only then ends the engine. A second signal ends everything at once. Of several API servers (0.23's
 `--api-server-count`, and data parallel engines) each does so, and their parent waits for them.
 """
 
@@ -39,28 +39,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.npu_gptoss")
 
 WATCH = 0.5  # seconds between two looks at the engine
-LAST_WORDS = 1.0  # seconds in which the errors reach the clients; a connection that is open then is cut
-GRACE = 5.0  # more seconds until a parent kills its API servers: vLLM's own, where it has not been told
+LAST_WORDS = 1.0  # seconds for the errors to reach the clients; then open connections are cut
+GRACE = 5.0  # further seconds until a parent kills its API servers; vLLM's default
 STATUS = 1  # of a server whose engine died
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @functools.cache
 def stopping_error() -> type[Exception]:
-    """What a request in flight ends with when the server is told to stop."""
+    """Returns the exception that ends requests in flight when the server stops."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     class ServerStoppingError(EngineDeadError):
         def __init__(self) -> None:
             Exception.__init__(
-                self, "The server is shutting down: this request was ended before its answer was whole. Send it again."
+                self,
+                "The server is shutting down and ended this request before its answer was complete. Send it again.",
             )
 
     return ServerStoppingError
 
 
 def is_final(error: object) -> bool:
-    """Whether the engine's end, or the server's, has ended a request."""
+    """Returns whether the end of the engine, or of the server, caused this error."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
@@ -76,7 +77,7 @@ def _told_once(record: logging.LogRecord) -> bool:
 @repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.11", "0.23"), until="0.33")
 def install_server(launcher: ModuleType) -> None:
     """A signal ends the engine before the server, so that requests in flight are not answered (0.11: and the server
-    waits for them without a limit), or in words that name no reason; the engine's death is exit status 0."""
+    waits for them without a limit) or end without a reason; the engine's death gives exit status 0."""
     serve = launcher.serve_http
     expect_parameters(serve, "app", "sock", "uvicorn_kwargs")
     expect_source(serve, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
@@ -88,17 +89,17 @@ def install_server(launcher: ModuleType) -> None:
         original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
     ) -> Coroutine:
         engine = app.state.engine_client
-        # 0.23's own --shutdown-timeout asks for the same
+        # 0.23's own --shutdown-timeout has the same meaning
         own = getattr(engine.vllm_config, "shutdown_timeout", 0) - LAST_WORDS
         drain = max(envs.get("NPU_GPTOSS_DRAIN_SECONDS"), own)
         kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
         loop = asyncio.get_running_loop()
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
-        engine.shutdown = _not_yet  # 0.23 calls it at a signal; who made the engine does so when the server has ended
+        engine.shutdown = _not_yet  # 0.23 calls it at a signal; vLLM calls it again after the server's end
         try:
             rest = await original(app, *args, **kwargs)
-            if rest.__name__ == "shutdown":  # uvicorn's, still to be awaited: a signal
+            if rest.__name__ == "shutdown":  # uvicorn's, not awaited yet: a signal came
                 await _stop(rest, engine, drain)
                 return _nothing()
         finally:
@@ -122,7 +123,7 @@ async def _nothing() -> None:
 
 
 async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
-    """Wait for the requests in flight, then end them; the engine is there until this returns."""
+    """Waits for the requests in flight, then ends them; the engine must live until this returns."""
     loop = asyncio.get_running_loop()
     one_of_several = multiprocessing.parent_process() is not None  # its parent ends it, and sends this signal on
     for number in SIGNALS:
@@ -143,7 +144,7 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
     while not ending.done():  # more than once: a request may have been on its way to the engine
         ended = list(engine.output_processor.request_states)
         engine.output_processor.propagate_error(stopping_error()())
-        await engine.engine_core.abort_requests_async(ended)  # else 0.23's engine takes --shutdown-timeout for them
+        await engine.engine_core.abort_requests_async(ended)  # else 0.23's engine waits --shutdown-timeout for them
         await asyncio.wait({ending}, timeout=0.1)
     await ending
 
@@ -153,7 +154,7 @@ def _processes(engine: Any) -> list[Any]:
 
 
 def _at_once(number: int, frame: object) -> None:
-    """End the engines and API servers that this process has started, and then itself."""
+    """Ends the engines and API servers that this process has started, and then itself."""
     from npu_gptoss.serving.lines.vllm import kill_process_tree
 
     for process in multiprocessing.active_children():
@@ -163,7 +164,7 @@ def _at_once(number: int, frame: object) -> None:
 
 @repair("servers-end", f"{MANAGERS}:APIServerProcessManager.shutdown", lines=("0.23",), until="0.33")
 def install_servers(managers: ModuleType) -> None:
-    """Several API servers are killed at a signal, and their requests are not answered."""
+    """A signal kills all of several API servers, and their requests are not answered."""
     manager = managers.APIServerProcessManager
     expect_parameters(manager.shutdown, "self", "timeout")
     expect_parameters(manager.__init__, "self", "sock")
@@ -173,12 +174,12 @@ def install_servers(managers: ModuleType) -> None:
     def shutdown(original: Callable[..., None], self: Any, timeout: float | None = None) -> None:
         for number in SIGNALS:
             signal.signal(number, _at_once)
-        self.sock.close()  # or the kernel takes connections that nobody will answer
+        self.sock.close()  # else the kernel accepts connections that no server answers
         original(self, max(timeout or 0, envs.get("NPU_GPTOSS_DRAIN_SECONDS") + LAST_WORDS + GRACE))
 
 
 def _cause(engine: Any) -> str:
-    """The engine's own last error, or the signal that ended it, in words."""
+    """Returns the engine's last error, or the signal or status with which its process ended."""
     pulse = getattr(engine.engine_core, "npu_gptoss_pulse", None)
     if pulse is not None and pulse.cause:
         return pulse.cause
@@ -189,11 +190,11 @@ def _cause(engine: Any) -> str:
             return f"its process {process.name} was ended by {signal.Signals(-code).name}{killed}"
         if code:
             return f"its process {process.name} ended with exit status {code}"
-    return "no reason is known; look above for its last lines"
+    return "the cause is unknown; read its last log lines above"
 
 
 async def _died(engine: Any) -> None:
-    """Awaited last, when everything is closed."""
+    """Logs the cause and exits. Awaited last, when everything is closed."""
     cause = "".join(c if c.isprintable() else " " for c in _cause(engine))
     logger.error("npu-gptoss: the engine died: %s. The server ends with exit status %d.", cause, STATUS)
     raise SystemExit(STATUS)
@@ -204,7 +205,7 @@ async def _died(engine: Any) -> None:
 
 @repair("server-port", f"{API_SERVER}:create_server_socket", lines=("0.11", "0.23"), until="0.33")
 def install_port(api_server: ModuleType) -> None:
-    """Two servers take the same port, and each gets some of the requests."""
+    """Two servers can listen on the same port, and each gets some of the requests."""
     create = api_server.create_server_socket
     expect_parameters(create, "addr")
     expect_source(create, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")
@@ -212,7 +213,7 @@ def install_port(api_server: ModuleType) -> None:
     @around(api_server, "create_server_socket")
     def create_server_socket(original: Callable[..., socket.socket], addr: tuple[str, int]) -> socket.socket:
         try:
-            envs.get("NPU_GPTOSS_DRAIN_SECONDS")  # at the end of the server is too late to refuse it
+            envs.get("NPU_GPTOSS_DRAIN_SECONDS")  # refuses a wrong value now, not at the server's end
         except InputError as error:
             raise SystemExit(str(error)) from None
         family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET

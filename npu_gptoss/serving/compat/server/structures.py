@@ -1,8 +1,8 @@
-"""Structured output around vLLM's server: each structure is compiled once, in a bounded process, before vLLM parses it.
+"""Compiles each requested structure once, in a limited child process, before vLLM parses it in the API server.
 
-A structure is checked with vLLM's own validation and compiled with the engine's backend in that process. vLLM's
-validation in the server's own process, which a regular expression can hang or crash, then only looks the verdict up.
-`admission.py` asks while it reads a request; what comes by other ways is asked for as the engine is given it.
+The child process validates a structure with vLLM's own code and compiles it with the engine's backend. vLLM's
+validation in the server, which a regular expression can hang or crash, then only looks the verdict up. `admission.py`
+asks for it while it reads a completion; for other routes it is asked for when the engine gets the request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _structures: Structures | None = None  # of this process's server
 
 
 def structure_of(params: StructuredOutputsParams | None) -> dict[str, Any]:
-    """What a request asks of its output; {} where it asks for nothing."""
+    """Returns the fields of the structure that a request asks for; {} if there is none."""
     if params is None:
         return {}
     fields = {name: getattr(params, name) for name in STRUCTURE}
@@ -44,10 +44,10 @@ def structure_of(params: StructuredOutputsParams | None) -> dict[str, Any]:
 
 
 class StructureCompiler:
-    """`work` and `prepare` of the bounded process."""
+    """`work` and `prepare` of the child process."""
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any = None) -> None:
-        """`tokenizer`: the server's own, which a forked process has without loading it; None loads it."""
+        """`tokenizer`: the server's own, which a forked process shares; None loads it."""
         self.vllm_config = vllm_config
         self.tokenizer = tokenizer
         self.backends: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class StructureCompiler:
         self.backends = {name: self._backend(name) for name in names}
 
     def _backend(self, name: str) -> Any:
-        """The backend as the engine makes it."""
+        """Creates the backend as the engine does."""
         from vllm.v1.structured_output import StructuredOutputManager
 
         manager = SimpleNamespace(
@@ -82,7 +82,7 @@ class StructureCompiler:
         try:
             answer = self.compile(json.loads(question))
         except Exception as error:
-            said = str(error).replace("{err}", str(error.__cause__))  # vLLM 0.11.0 forgot an f before one sentence
+            said = str(error).replace("{err}", str(error.__cause__))  # a missing f-string prefix in vLLM 0.11.0
             answer = {"error": escaped(said or type(error).__name__, 300)}
         return json.dumps(answer).encode()
 
@@ -96,7 +96,7 @@ class StructureCompiler:
         grammar = backend.compile_grammar(*structure_key(params))
         if (matcher := getattr(grammar, "ll_matcher", None)) is not None and matcher.get_error():
             raise ValueError(matcher.get_error())
-        grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)  # the first step, too
+        grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)  # the first step too
         return {
             "backend": wanted._backend,
             "automatic": wanted._backend_was_auto,
@@ -105,7 +105,7 @@ class StructureCompiler:
 
 
 def checked(vllm_config: VllmConfig, tokenizer: Any = None) -> Structures:
-    """This process's server's, made when first asked for."""
+    """Returns the compiler of this process's server; the first call creates it."""
     global _structures
     if _structures is None:
         compiler = StructureCompiler(vllm_config, tokenizer)
@@ -115,7 +115,7 @@ def checked(vllm_config: VllmConfig, tokenizer: Any = None) -> Structures:
 
 
 def close() -> None:
-    """The server has ended."""
+    """Stops the child process at the server's end."""
     global _structures
     if _structures is not None:
         _structures.bounded.stop()
@@ -127,7 +127,7 @@ def _known(params: StructuredOutputsParams | None) -> Verdict | None:
 
 
 def _validate(original: Callable[[], None], params: SamplingParams) -> None:
-    """`original` is vLLM's validation, for what nobody has asked about."""
+    """`original` is vLLM's validation, for structures without a verdict."""
     wanted = params.structured_outputs
     verdict = _known(wanted)
     if verdict is None or verdict.backend is None or wanted._backend not in (None, verdict.backend):
@@ -145,8 +145,8 @@ def _validate(original: Callable[[], None], params: SamplingParams) -> None:
     until="vLLM compiles structures outside of its API server",
 )
 def install_verdicts(module: ModuleType) -> None:
-    """vLLM parses a client's regular expressions, grammars and schemas in the server's own process, which some of
-    them crash and others hold for ever."""
+    """vLLM parses a client's regular expressions, grammars and schemas in the API server; some crash it, and others
+    block it for ever."""
     validate = module.Processor._validate_structured_output
     expect_parameters(validate, "self", "params")
     expect_source(validate, "params.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(params)")
@@ -163,8 +163,8 @@ def install_verdicts(module: ModuleType) -> None:
     until="vLLM compiles structures outside of its API server",
 )
 def install_verdicts_of_params_0_23(module: ModuleType) -> None:
-    """vLLM parses a client's grammars, schemas and the regular expressions in them in the server's own process, where
-    some hold everybody; and vllm-ascend refuses all that another backend than the first request's has to take."""
+    """vLLM parses a client's grammars, schemas and regular expressions in the API server, where some block all
+    requests; vllm-ascend refuses structures for another backend than the first request's."""
     from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
 
     _have_verdicts(module, vllms_own(module.SamplingParams, "_validate_structured_outputs"))
@@ -177,10 +177,10 @@ def install_verdicts_of_params_0_23(module: ModuleType) -> None:
     until="vLLM compiles structures outside of its API server",
 )
 def install_verdicts_of_params(module: ModuleType) -> None:
-    """vLLM parses a client's grammars, schemas and the regular expressions in them in the server's own process,
-    where some hold everybody; and one that parses may end the engine when it is compiled there."""
+    """vLLM parses a client's grammars, schemas and regular expressions in the API server, where some block all
+    requests; a structure that parses may still end the engine when it is compiled there."""
     validate = module.SamplingParams._validate_structured_outputs
-    expect_parameters(validate, "model_config")  # which the line's `validate_structure` hands over
+    expect_parameters(validate, "model_config")  # `validate_structure` in serving/lines passes it
     _have_verdicts(module, validate)
 
 
@@ -201,8 +201,8 @@ def _have_verdicts(module: ModuleType, validate: Callable[..., None]) -> None:
     until="vLLM compiles structures outside of its API server",
 )
 def install_requests(module: ModuleType) -> None:
-    """A structure that comes in by a route that nobody reads beforehand, such as /inference/v1/generate, is parsed
-    in the server's process and compiled in the engine's without a bound."""
+    """A structure from a route without an earlier check, such as /inference/v1/generate, is parsed in the API server
+    and compiled in the engine without a limit."""
     from vllm.exceptions import VLLMValidationError
 
     unavailable = here().module("vllm").unavailable
@@ -233,7 +233,7 @@ def install_requests(module: ModuleType) -> None:
     until="vLLM compiles structures outside of its API server",
 )
 def install_tags(module: ModuleType) -> None:
-    """vLLM parses structural tags, and structures beside tools, in the server's process while it reads a request."""
+    """vLLM parses structural tags, and structures sent with tools, in the API server while it reads a request."""
     from vllm.entrypoints.generate.base import protocol
 
     expect_parameters(module._xgrammar_supports, "structured_outputs")
@@ -254,7 +254,7 @@ def install_tags(module: ModuleType) -> None:
     until="vLLM compiles structures outside of its API server",
 )
 def install_tags_0_23(protocol: ModuleType) -> None:
-    """vLLM parses structural tags in the server's process while it reads a request."""
+    """vLLM parses structural tags in the API server while it reads a request."""
     _leave_tags(protocol)
 
 
@@ -265,6 +265,6 @@ def _leave_tags(protocol: ModuleType) -> None:
 
     @around(protocol, "validate_structural_tag_payload")
     def validate_structural_tag_payload(original: Callable[..., None], payload: Any, *, parameter: str) -> None:
-        """With the bounded process, the engine's request is looked at there in any case."""
+        """If the child process runs, it checks the engine's request in any case."""
         if _structures is None or not isinstance(payload, str):
             original(payload, parameter=parameter)

@@ -21,8 +21,8 @@ from npu_gptoss.serving.compat.targets import ENGINE, HARMONY, HARMONY_UTILS, RE
     until="0.33",
 )
 def install(serving_engine: ModuleType) -> None:
-    """openai-harmony downloads its vocabulary when it is asked for its encoding, and a server without network does
-    not start."""
+    """openai-harmony downloads its vocabulary when its encoding is loaded, so a server without network does not
+    start."""
     from vllm.entrypoints import harmony_utils
 
     expect_parameters(serving_engine.OpenAIServing.__init__, "self", "engine_client", "model_config")
@@ -38,8 +38,8 @@ def install(serving_engine: ModuleType) -> None:
     until="0.33",
 )
 def install_0_23(renderer: ModuleType) -> None:
-    """openai-harmony downloads its vocabulary when it is asked for its encoding, and a server without network answers
-    every chat with 500."""
+    """openai-harmony downloads its vocabulary when its encoding is loaded, so a server without network answers every
+    chat with 500."""
     from vllm.entrypoints.openai.parser import harmony_utils
 
     expect_parameters(renderer.OpenAIServingRender.__init__, "self", "model_config")
@@ -47,7 +47,7 @@ def install_0_23(renderer: ModuleType) -> None:
 
 
 def _provide(serving: type, harmony_utils: ModuleType) -> None:
-    """`serving`: a class whose objects are made before vLLM asks for the encoding, which it keeps in a variable."""
+    """`serving`: a class whose objects are created before vLLM loads the encoding, which it keeps in a variable."""
     expect_source(harmony_utils.get_encoding, "if _harmony_encoding is None:", "load_harmony_encoding(")
     takes = inspect.signature(serving.__init__)
 
@@ -57,7 +57,7 @@ def _provide(serving: type, harmony_utils: ModuleType) -> None:
 
         model_config = takes.bind(*args, **kwargs).arguments["model_config"]
         if getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE:
-            prepare(model_config)  # seconds, which are the start's and not the first request's
+            prepare(model_config)  # takes seconds, at the start and not in the first request
         original(*args, **kwargs)
 
     replace(harmony_utils, "_harmony_encoding", _linear_encoding())

@@ -1,1 +1,1 @@
-"""Repairs of how vLLM starts, loads a checkpoint and chooses what runs."""
+"""Repairs of vLLM's start: its checks, the loading of a checkpoint, and the choice of operators."""

@@ -1,4 +1,4 @@
-"""Repairs of vllm-ascend 0.11.0's model runner, for gpt-oss only. What they put in its place is in `serving/ascend`."""
+"""Repairs of vllm-ascend's model runner, for gpt-oss only. The replacements are in `serving/ascend`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def expect_release() -> None:
     until="0.23",
 )
 def install_host_mask(module: ModuleType) -> None:
-    """vllm-ascend makes a mask of prompt length squared on the host at each prefill and copies it to the device,
-    for attention operators that gpt-oss does not use."""
+    """At each prefill vllm-ascend makes a mask of prompt length squared on the host and copies it to the device, for
+    attention operators that gpt-oss does not use."""
     expect_release()
     runner = module.NPUModelRunner
     expect_parameters(runner._make_attention_mask, "seq_lens", "position", "attn_state")
@@ -47,10 +47,10 @@ def install_host_mask(module: ModuleType) -> None:
     until="0.33",
 )
 def install_full_graph(module: ModuleType) -> None:
-    """vllm-ascend gives new lengths to its own paged attention only when it replays a graph of whole decode steps,
-    so that attention with sinks would repeat the lengths of its capture.
+    """When vllm-ascend replays a graph of whole decode steps, it updates the lengths of its own paged attention only,
+    so attention with sinks would repeat the lengths of its capture.
 
-    Updates of captured attention calls with sinks, and what comes before the runner (`_prepare_runner`).
+    Updates captured attention calls with sinks, and prepares the runner (`_prepare_runner`).
     """
     expect_release()
     runner = module.NPUModelRunner
@@ -78,10 +78,10 @@ def install_full_graph(module: ModuleType) -> None:
     until="0.33",
 )
 def install_full_graph_0_23(module: ModuleType) -> None:
-    """vllm-ascend gives new lengths to captured calls of the attention backend that it chose itself, and the layers of
-    gpt-oss bring their own.
+    """vllm-ascend updates the lengths of captured calls only for the attention backend that it chose itself; gpt-oss's
+    layers bring their own.
 
-    Updates of those, and what comes before the runner (`_prepare_runner`).
+    Updates captured calls of that backend, and prepares the runner (`_prepare_runner`).
     """
     expect_release()
     runner = module.NPUModelRunner
@@ -108,8 +108,8 @@ def install_full_graph_0_23(module: ModuleType) -> None:
 
 
 def _prepare_runner(runner: type) -> None:
-    """A trial of the updates before the runner relies on them, and the start check of everything but attention, which
-    must come before weights take the memory."""
+    """Tries the updates before the runner relies on them, and runs the start check of everything but attention before
+    the weights take the memory."""
     expect_parameters(runner.__init__, "vllm_config", "device")
 
     @around(runner, "__init__")

@@ -1,8 +1,8 @@
-"""A checkpoint is checked before vLLM reads it, in the process that the user started; a refusal is one sentence.
+"""Checks a checkpoint before vLLM reads it, in the process that the user started; a refusal is one sentence.
 
-Stock vLLM reads config.json first with transformers, whose exceptions name no file, and the weights last, in an engine
-that it has forked: a missing shard takes a minute and three tracebacks. `EngineArgs.create_engine_config` is where each
-entrance passes (serve, `LLM`, `AsyncLLM`) before anything of the checkpoint is read.
+Stock vLLM reads config.json first, with transformers, whose exceptions name no file. It reads the weights last, in a
+forked engine: a missing shard takes a minute and three tracebacks. `serve`, `LLM` and `AsyncLLM` all call
+`EngineArgs.create_engine_config` before they read the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name
 
 @repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", lines=("0.11", "0.23"), until="0.33")
 def install_check(module: ModuleType) -> None:
-    """A checkpoint that cannot be served hangs vLLM, or is refused after a minute, by an engine that it has forked,
-    under tracebacks; a broken config.json by words that do not name it."""
+    """A checkpoint that cannot be served hangs vLLM, or a forked engine refuses it after a minute, under tracebacks;
+    the error of a broken config.json does not name the file."""
     owner = module.EngineArgs
     expect_parameters(owner.create_engine_config, "usage_context", "headless")
     expect_source(owner.create_engine_config, "maybe_override_with_speculators(", "self.create_model_config()")
@@ -44,7 +44,7 @@ def install_check(module: ModuleType) -> None:
 
 @repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", lines=("0.11", "0.23"), until="0.33")
 def install_sentence(module: ModuleType) -> None:
-    """vllm serve ends with a traceback where a sentence says what to do."""
+    """vllm serve ends with a traceback instead of a sentence that says what to do."""
     owner = module.ServeSubcommand
     expect_source(owner.cmd, "args.model = args.model_tag", "uvloop.run(run_server(args))")
 
@@ -59,7 +59,7 @@ def install_sentence(module: ModuleType) -> None:
             original(args)
         except InputError as error:
             _end(str(error))
-        except ValidationError as error:  # what vLLM makes of an exception that rises while it checks its options
+        except ValidationError as error:  # vLLM wraps exceptions from the check of its options
             found = [entry.get("ctx", {}).get("error") or entry["msg"] for entry in error.errors()]
             if not any(isinstance(one, InputError) for one in found) and not is_gpt_oss(Path(model)):
                 raise
@@ -72,7 +72,7 @@ def _end(sentence: str) -> None:
 
 
 def check(options: EngineArgs) -> None:
-    """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves the rest to vLLM."""
+    """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves other models to vLLM."""
     from vllm.platforms import current_platform
 
     from npu_gptoss.serving.lines import here
@@ -85,7 +85,7 @@ def check(options: EngineArgs) -> None:
         return
     from npu_gptoss.model.check import check_directory, check_tokenizer
 
-    rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # 0.11.0's alone
+    rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # only in 0.11.0
     weights = options.load_format != "dummy"
     config = check_directory(
         directory,
@@ -95,13 +95,13 @@ def check(options: EngineArgs) -> None:
     )
     tokenizer = Path(options.tokenizer or directory)
     if not options.skip_tokenizer_init and tokenizer.is_dir():
-        check_tokenizer(tokenizer, config)  # 1.5 s, where vLLM's own attempt ends in a traceback
+        check_tokenizer(tokenizer, config)  # takes 1.5 s; vLLM's own attempt ends in a traceback
     _read_as_vllm_does(directory, weights)
 
 
 def check_tokenizer_of_hub(model_config: ModelConfig) -> None:
-    """As `check`, of a tokenizer that comes from a hub. vLLM would end with a panic of the library, at the start or at
-    a request; an id beyond the vocabulary would end the engine at the first request that has it."""
+    """Checks a tokenizer from a hub. vLLM would end with a panic of the library, at the start or at a request; an id
+    beyond the vocabulary would end the engine at the first request with it."""
     from npu_gptoss.model.config_fields import MODEL_TYPE
     from npu_gptoss.tokenizer import FILE_NAME, check_vocabulary, load_tokenizer
 
@@ -111,13 +111,13 @@ def check_tokenizer_of_hub(model_config: ModelConfig) -> None:
         return
     try:
         path = Path(_download(name, FILE_NAME, revision=model_config.tokenizer_revision))
-    except Exception:  # not there, or no network: vLLM needs the file next, and says so
+    except Exception:  # no such file, or no network: vLLM needs the file next, and reports that
         return
     check_vocabulary(path, load_tokenizer(path), model_config.hf_config.vocab_size)
 
 
 def _download(name: str, file: str, revision: str | None) -> str:
-    """From the cache where it has the file."""
+    """Returns the file's path, from the cache if it is there."""
     from vllm import envs as vllm_envs
 
     if vllm_envs.VLLM_USE_MODELSCOPE:
@@ -131,7 +131,8 @@ def _download(name: str, file: str, revision: str | None) -> str:
 
 
 def is_gpt_oss(directory: Path) -> bool:
-    """Whether config.json says so. One that nobody can read counts as ours, so that a sentence says what is wrong."""
+    """Returns whether config.json names gpt-oss. An unreadable file counts as gpt-oss, so that our check reports the
+    error."""
     from npu_gptoss.files import is_there, read_json
     from npu_gptoss.model.config import CONFIG_NAME
     from npu_gptoss.model.config_fields import ARCHITECTURE, MODEL_TYPE
@@ -150,7 +151,7 @@ def is_gpt_oss(directory: Path) -> bool:
 
 
 def _read_as_vllm_does(directory: Path, weights: bool) -> None:
-    """The libraries that vLLM reads with are stricter than the formats here and there: they are asked too."""
+    """Opens the files with vLLM's own libraries too, which are stricter than our readers in some places."""
     from npu_gptoss.tokenizer import panics_told
 
     remedy = "Take the file of the original checkpoint."

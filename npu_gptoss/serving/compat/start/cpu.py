@@ -1,10 +1,10 @@
-"""CPU: a vLLM without compiled operators, or with a torch newer than the one it was built for.
+"""CPU: a vLLM without compiled operators, or with a newer torch than it was built for.
 
-vLLM 0.11.0 built with `VLLM_TARGET_DEVICE=empty` has no `vllm._C`, and the one of a binary build does not load beside
-another torch. Every operator of vLLM has a plain torch body, chosen with `custom_ops=["none"]`. The worker binds its
-threads with an operator of the same library unless `VLLM_CPU_OMP_THREADS_BIND` says "all", one entry a rank. And
-0.11.0's use of torch.compile fits the dynamo of torch 2.8 at the latest; its sampler compiles a function at the first
-request with a temperature, which ends the engine where there is no C++ compiler.
+vLLM 0.11.0 built with `VLLM_TARGET_DEVICE=empty` has no `vllm._C`, and a binary build's does not load with another
+torch. Every operator of vLLM has a plain torch body, chosen with `custom_ops=["none"]`. The worker pins its threads
+with an operator of the same library unless `VLLM_CPU_OMP_THREADS_BIND` says "all", once per rank. 0.11.0's use of
+torch.compile fits the dynamo of torch 2.8 at the latest; its sampler compiles a function at the first request with a
+temperature, which ends the engine if there is no C++ compiler.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NEWEST_TORCH_THAT_COMPILES = (2, 8)
 
 
 def has_compiled_ops() -> bool:
-    """Whether the library of CPU operators is there and loads."""
+    """Returns whether the library of CPU operators exists and loads."""
     try:
         import vllm._C as library
     except (ImportError, OSError):
         return False
-    return hasattr(library, "__file__")  # not the empty one of `serving/platform.py`
+    return hasattr(library, "__file__")  # not the empty stand-in of `serving/platform.py`
 
 
 def torch_release() -> tuple[int, int]:
@@ -41,8 +41,8 @@ def torch_release() -> tuple[int, int]:
 
 @repair("cpu-native-ops", "vllm.platforms.cpu:CpuPlatform.check_and_update_config", until="0.23")
 def install_native_ops(module: ModuleType) -> None:
-    """A vLLM without compiled CPU operators, or with a torch newer than the one it was built for, calls operators
-    that are not there, binds threads with them, and compiles with a dynamo that it does not know."""
+    """A vLLM without compiled CPU operators, or with a newer torch than it was built for, calls missing operators, pins
+    threads with them, and compiles with a dynamo that it does not support."""
     platform = module.CpuPlatform
     expect_parameters(platform.check_and_update_config, "vllm_config")
 

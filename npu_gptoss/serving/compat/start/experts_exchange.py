@@ -1,8 +1,8 @@
-"""On a CPU, data parallel engines exchange the rows of their experts' layers.
+"""Exchanges the rows of experts' layers between data parallel engines on CPUs.
 
-Engines beside each other (`--data-parallel-size`) share each layer's experts: by width, or whole ones with
-`--enable-expert-parallel`. Each needs the rows of all, and its own rows of their sum. vLLM 0.11.0 leaves that to the
-group's communicator, and the one for CPUs inherits "nothing to do".
+Data parallel engines (`--data-parallel-size`) share each layer's experts: by width, or whole experts with
+`--enable-expert-parallel`. Each engine needs the rows of all engines, and its own rows of their sum. vLLM 0.11.0 leaves
+that to the group's communicator, and the communicator for CPUs does nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Rows of each rank, as many as `sizes` says, one rank's after the other's. gloo gathers equal shapes only."""
+    """Concatenates the rows of all ranks, `sizes` of each. gloo gathers equal shapes only."""
     import torch
 
     if not isinstance(input_, torch.Tensor):
@@ -34,7 +34,7 @@ def all_gatherv(
 
 
 def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> torch.Tensor:
-    """This rank's rows of the sum over all ranks."""
+    """Returns this rank's rows of the sum over all ranks."""
     return self.all_reduce(input_.contiguous()).split(sizes, dim)[self.rank_in_group]
 
 
@@ -46,10 +46,10 @@ def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = 0, sizes: list[i
     essential=True,
 )
 def install(module: ModuleType) -> None:
-    """Data parallel engines on CPUs share each layer's experts and exchange nothing: every answer is rubbish."""
+    """Data parallel engines on CPUs share each layer's experts and exchange nothing: every answer is garbage."""
     communicator = module.CpuCommunicator
     if "dispatch" in vars(communicator):
-        raise Mismatch("CpuCommunicator has a dispatch of its own; is it repaired already?")
+        raise Mismatch("CpuCommunicator has its own dispatch; is it repaired already?")
     expect_source(communicator.__init__, "super().__init__(cpu_group, device, device_group, unique_name)")
 
     @around(communicator, "__init__")

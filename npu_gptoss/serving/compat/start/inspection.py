@@ -1,4 +1,4 @@
-"""vLLM looks at a model's class before it starts an engine: at ours where it stands, not in another process."""
+"""Inspects our model's class in the starting process, before the engine starts, instead of in another process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OURS = "npu_gptoss."
     until="0.23",
 )
 def install(module: ModuleType) -> None:
-    """Each start imports vLLM once more, in a process that tells what our model's class can do: 10 s of a start.
+    """Each start imports vLLM again in another process, only to inspect our model's class: 10 s of a start.
 
-    vLLM keeps what it found of its own models in a file, but not of a plugin's. The other process is there because a
-    model may start CUDA as it is imported, and the engine is forked later; ours starts no device.
+    vLLM caches the result for its own models in a file, but not for a plugin's. It uses another process because a
+    model's import may start CUDA, and the engine is forked later; the import of ours starts no device.
     """
     owner = module._LazyRegisteredModel
     expect_source(owner.inspect_model_cls, "_run_in_subprocess(", "_ModelInfo.from_model_cls(self.load_model_cls())")

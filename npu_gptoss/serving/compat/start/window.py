@@ -1,9 +1,9 @@
-"""gpt-oss has no model-wide sliding window.
+"""Removes gpt-oss's model-wide sliding window: each layer has its own.
 
-vLLM's `ModelConfig.get_sliding_window` reads the number from config.json (128). It has two users in 0.11.0. The check
-whether the V1 engine can be used refuses every model that has one on CPU, and V0 is gone. And `cache_config` gets it
-when the layers do not alternate, from where `Attention` takes it for every layer that names no window of its own. In
-gpt-oss every second layer sees everything, and our model hands each layer's window to its own attention.
+vLLM's `ModelConfig.get_sliding_window` reads the number from config.json (128), for two users in 0.11.0. The check for
+the V1 engine refuses every model with a window on a CPU, and V0 is gone. `cache_config` gets the number if the layers
+do not alternate, and `Attention` takes it for every layer that names no window. In gpt-oss every second layer attends
+to all keys, and our model passes each layer's window to its attention.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from npu_gptoss.serving.compat.patch import around, expect_source, repair
     until="0.23",
 )
 def install(module: ModuleType) -> None:
-    """vLLM refuses any model with a sliding window on CPU, and gives a model whose layers all slide one window for
-    all; gpt-oss's window is a matter of the layer, and its attention gets it from our model."""
+    """vLLM refuses any model with a sliding window on a CPU, and applies one window to all layers if each has one; in
+    gpt-oss the window differs by layer, and our model passes it to the attention."""
     model_config = module.ModelConfig
     expect_source(model_config.get_sliding_window, 'getattr(self.hf_text_config, "sliding_window", None)')
 

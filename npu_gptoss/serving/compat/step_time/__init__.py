@@ -1,1 +1,1 @@
-"""Repairs that shorten the host's part of a step (vLLM 0.33)."""
+"""Repairs that shorten the host time of a step (vLLM 0.33)."""

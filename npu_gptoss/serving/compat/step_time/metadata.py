@@ -1,7 +1,8 @@
-"""What a step of vLLM 0.33's second runner need not do again: its host's time is what one request waits for.
+"""Skips host work that repeats unchanged between decode steps (vLLM 0.33, V2 runner). At batch 1 the host limits the
+step.
 
-A step of decode is like the one before it: the same requests in the same order, with the same parameters. Each repair
-here compares what it is about to hand to the device with what it handed over last, and does it again where they differ.
+Consecutive decode steps have the same requests in the same order, with the same parameters. Each repair compares the
+data for the device with the data sent last, and sends only changes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _STAGED = "_npu_gptoss_staged"
     until="vLLM keeps what does not change between steps",
 )
 def install_tables(buffers: ModuleType) -> None:
-    """Thirteen tables with a row a request (temperatures, biases, block counts, …) are copied for the device at every
-    step, changed or not."""
+    """At every step thirteen tables with a row per request (temperatures, biases, block counts, …) are copied for the
+    device, changed or not."""
     table = buffers.UvaBackedTensor
     expect_parameters(table.copy_to_uva, "self", "n")
     expect_source(table.copy_to_uva, "self.gpu = self.pool.copy_to_uva(self.np[:n] if n is not None else self.np)")
@@ -52,7 +53,7 @@ def install_tables(buffers: ModuleType) -> None:
     until="vLLM keeps what does not change between steps",
 )
 def install_rows(runner: ModuleType) -> None:
-    """Which request a row of the batch is, and where its rows begin, is copied to the device at every step, each time
+    """At every step the request of each batch row, and the start of its tokens, are copied to the device, each time
     through newly pinned memory."""
     import numpy as np
     import torch
@@ -63,8 +64,8 @@ def install_rows(runner: ModuleType) -> None:
         "idx_mapping = async_tensor_h2d(idx_mapping_np, device=self.device, dtype=torch.int64)",
         "async_tensor_h2d(query_start_loc_np, out=query_start_loc)",
     )
-    made: tuple[Any, torch.Tensor] | None = None  # what of, and the tensor, which nobody writes to
-    # into which tensor, what, and the tensor's count of changes: whoever else writes to it raises that
+    made: tuple[Any, torch.Tensor] | None = None  # source and tensor, which is never written to
+    # target, content, and the target's version, which every other write raises
     written: tuple[torch.Tensor, bytes, int] | None = None
 
     @around(runner, "async_tensor_h2d")
@@ -98,7 +99,7 @@ def install_rows(runner: ModuleType) -> None:
     until="vLLM keeps what does not change between steps",
 )
 def install_views(runner: ModuleType) -> None:
-    """The views of one buffer of slots are made anew at every step and entered under the name of every layer."""
+    """At every step the views of one slot buffer are made again and stored under the name of every layer."""
     expect_parameters(runner.build_slot_mappings_by_layer, "slot_mappings", "kv_cache_config")
     expect_source(runner.build_slot_mappings_by_layer, "slot_mappings_by_layer[layer_name] = slot_mapping")
     last: tuple[Any, Any, dict[str, torch.Tensor]] | None = None

@@ -1,9 +1,9 @@
-"""What vLLM 0.33's scheduler need not ask of the KV cache for a request that decodes within its last block.
+"""Skips KV cache calls for a request that decodes within its last block (vLLM 0.33).
 
-A running request crosses the border of a block every sixteenth token or so. In between it needs no block, leaves none
-behind its window and fills none for the prefix cache, and vLLM finds that out anew at every step by some thirty calls
-for each request: at 256 streams that takes longer than the device. Each repair here looks whether one of the three
-happens, and leaves the request to vLLM's own code where one does.
+A running request reaches the end of a block about every sixteenth token. In between it needs no block, leaves no block
+behind its window and fills none for the prefix cache. vLLM finds that out again at every step with about thirty calls
+per request: at 256 streams that takes longer than the device. Each repair checks these three cases, and calls vLLM's
+own code if one of them applies.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from npu_gptoss.serving.compat.targets import COORDINATOR, KV_CACHE
 
 _GROUPS = "_npu_gptoss_groups"
 
-# Of a group of layers: who keeps its blocks, tokens of a block, keys behind a query that are kept (None: all of them)
+# Group of layers: block manager, tokens per block, keys kept behind a query (None: all)
 Group = tuple[Any, int, int | None]
 
 
 def _expect_managers() -> None:
-    """That full attention and a window allocate, free and commit by what `_groups` looks at, and nothing else."""
+    """Raises Mismatch unless full attention and windows allocate, free and commit by the values that `_groups` reads
+    alone."""
     from vllm.v1.core import kv_cache_coordinator, single_type_kv_cache_manager
 
     coordinator = kv_cache_coordinator.KVCacheCoordinator
@@ -59,11 +60,11 @@ def _expect_managers() -> None:
     expect_source(full.cache_blocks, "if self.block_size == hash_block_size: return")
     own = {"allocate_new_blocks", "get_num_blocks_to_allocate", "remove_skipped_blocks", "_remove_blocks_in_range"}
     if own & {*vars(full), *vars(window)} or "cache_blocks" in vars(window):
-        raise Mismatch("full attention or a window allocates or frees by a way of its own")
+        raise Mismatch("full attention or a window has its own code to allocate or free blocks")
 
 
 def _groups(coordinator: Any) -> tuple[Group, ...]:
-    """Empty where one of the groups is neither full attention nor a window, or commits a part of a block."""
+    """Returns the groups; empty if a group is neither full attention nor a window, or commits a part of a block."""
     found = vars(coordinator).get(_GROUPS)
     if found is None:
         from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -87,7 +88,7 @@ def _groups(coordinator: Any) -> tuple[Group, ...]:
 
 
 def _commits_nothing(groups: tuple[Group, ...], request_id: str, tokens: int) -> bool:
-    """Whether none of the first `tokens` tokens fills a block that the prefix cache has not got."""
+    """Returns whether the first `tokens` tokens fill no block that the prefix cache lacks."""
     for manager, size, _ in groups:
         if manager.enable_caching and (manager.num_cached_block.get(request_id, 0) + 1) * size <= tokens:
             return False
@@ -101,8 +102,8 @@ def _commits_nothing(groups: tuple[Group, ...], request_id: str, tokens: int) ->
     until="vLLM's scheduler takes as little time",
 )
 def install_slots(kv_cache: ModuleType) -> None:
-    """A running request whose next tokens fit into its last block has its blocks counted, freed, allocated and
-    committed, in each group of layers, to no effect."""
+    """For a running request whose next tokens fit into its last block, vLLM counts, frees, allocates and commits blocks
+    in each group of layers, to no effect."""
     from vllm.v1.request import RequestStatus
 
     manager = kv_cache.KVCacheManager
@@ -153,8 +154,8 @@ def install_slots(kv_cache: ModuleType) -> None:
     until="vLLM's scheduler takes as little time",
 )
 def install_commits(coordinator: ModuleType) -> None:
-    """After every token of a request each group of layers works out how many blocks the prefix cache should have, and
-    mostly it has them."""
+    """After every token of a request, each group of layers computes the number of blocks that the prefix cache should
+    have; it usually has them."""
     own = coordinator.KVCacheCoordinator
     expect_parameters(own.cache_blocks, "request", "num_computed_tokens")
     _expect_managers()
