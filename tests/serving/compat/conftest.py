@@ -1,4 +1,4 @@
-"""`patched(*names)`: foreign code as vLLM ships it, with exactly the named patches in it, put back afterwards."""
+"""`patched(*names)`: foreign code as vLLM ships it, plus exactly the named repairs, restored afterwards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ collect_ignore = [
     if of_line.HERE is not None and file.name not in of_line.HERE
 ]
 
-# Those whose foreign package is installed: vllm-ascend's are tested on the emulated 910B.
+# Repairs whose foreign package is installed: vllm-ascend's are tested on the emulated 910B.
 HERE = [patch for patch in compat.patches_here() if importlib.util.find_spec(patch.module.partition(".")[0])]
 
 
-# vllm-ascend 0.23's modules import each other in a circle; vLLM begins with this one, and then they do not.
+# vllm-ascend 0.23's modules import each other in a circle, unless this module comes first, as in vLLM.
 with contextlib.suppress(ImportError):
     importlib.import_module("vllm_ascend.worker.worker")
 
@@ -43,7 +43,7 @@ def owner_of(target: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _patched(*names: str) -> Iterator[None]:
-    compat.apply()  # so that a plugin loaded by vLLM inside the block finds its work done
+    compat.apply()  # before a plugin that vLLM loads inside the block
     targets = [owner_of(target) for patch in HERE for target in patch.touches]
     before = [(owner, name, vars(owner)[name]) for owner, name in targets]
     for owner, name, value in before:
@@ -71,7 +71,7 @@ def patched() -> Callable[..., contextlib.AbstractContextManager[None]]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """See `in_process.py`. Requests reach its core whatever they are: nothing that refuses them stands in front."""
+    """See `in_process.py`. No check in front of the core refuses a request."""
     from tests.serving.compat import in_process
     from tests.serving.conftest import ENVIRONMENT
 
@@ -85,7 +85,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test that asked the engine, it holds no request and no block."""
+    """After each test with the engine, the engine holds no request and no block."""
     yield
     if "engine" in request.fixturenames:
         from tests.serving.compat.in_process import core_of

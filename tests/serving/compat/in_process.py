@@ -1,6 +1,6 @@
-"""One small engine without a tokenizer, its core in this process, and what is asked of it.
+"""A small engine without a tokenizer, with its core in this process, and helpers to send it requests.
 
-What ends stock vLLM is seen in a process forked from this one.
+Requests that end stock vLLM run in a process forked from this one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.serving.compat.of_line import OLD
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 VOCABULARY = 128
 LENGTH = 256
-BLOCK, BLOCKS = (16, 40) if OLD else (128, 6)  # two of the longest requests and a half
+BLOCK, BLOCKS = (16, 40) if OLD else (128, 6)  # two and a half of the longest requests
 HONEST = list(range(3, 43))
 
 
@@ -28,7 +28,7 @@ def start(directory: Path) -> LLM:
     return LLM(
         str(directory),
         skip_tokenizer_init=True,
-        dtype="float32" if OLD else "bfloat16",  # of 0.23 is vllm-ascend's
+        dtype="float32" if OLD else "bfloat16",  # 0.23 runs under vllm-ascend
         enforce_eager=not OLD,
         max_model_len=LENGTH,
         max_num_seqs=8,
@@ -51,7 +51,7 @@ def greedy(**fields: Any) -> SamplingParams:
 
 
 def sent(engine: LLM, name: str, prompt: list[int], **fields: Any) -> Any:
-    """The `EngineCoreRequest` of this name."""
+    """Returns the `EngineCoreRequest` of this name."""
     llm = engine.llm_engine
     if OLD:
         return llm.processor.process_inputs(name, {"prompt_token_ids": prompt}, greedy(), **fields)[1]
@@ -60,7 +60,8 @@ def sent(engine: LLM, name: str, prompt: list[int], **fields: Any) -> Any:
 
 
 def run(engine: LLM, *requests: tuple[list[int], SamplingParams]) -> list[Any]:
-    """What each request got, served together: its tokens, or the reason why it was ended; a list of these for n > 1."""
+    """Serves the requests together. Returns the tokens of each, or the reason why it was ended; lists of these for n >
+    1."""
     llm = engine.llm_engine
     outputs: dict[str, Any] = {}
     for number, (prompt, sampling) in enumerate(requests):
@@ -75,7 +76,7 @@ def run(engine: LLM, *requests: tuple[list[int], SamplingParams]) -> list[Any]:
 
 
 def in_a_fork(work: Callable[[], Any]) -> str:
-    """What `work` returns or raises, in a process forked from this one, whose engine may come to harm."""
+    """Returns the result of `work`, or its exception as text, from a process forked from this one."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -86,7 +87,7 @@ def in_a_fork(work: Callable[[], Any]) -> str:
                 said = f"{type(error).__name__}: {error}"
             os.write(writer, said[:4000].encode(errors="backslashreplace"))
         finally:
-            os._exit(0)  # whatever happens: this is not pytest's process
+            os._exit(0)  # in any case: this is not pytest's process
     os.close(writer)
     with os.fdopen(reader) as pipe:
         said = pipe.read()

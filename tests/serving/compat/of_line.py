@@ -1,4 +1,4 @@
-"""What the tests of repairs take from vLLM, by the line that is installed, and which files of tests run on which."""
+"""Names of vLLM that differ between releases, and the test files that run on each release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_gptoss.serving.lines.vllm import request_classes
 
 LINE = here().name
 OLD = LINE == "0.11"
-# Files of this folder; what the others repair, vLLM 0.33 has mended itself or has not got (docs/upstream.md).
+# Files of this folder. The defects of the other files are gone in vLLM 0.33 (docs/upstream.md).
 ON_0_33 = (
     *("test_admission.py", "test_compat.py", "test_grammars.py", "test_kernel_report.py"),
     *("test_metadata.py", "test_row_widths.py", "test_scheduler.py", "test_scoring.py", "test_structures.py"),
@@ -20,7 +20,7 @@ ON_0_23 = (
     *("test_ends_0_23.py", "test_failed_requests_engine.py", "test_failed_requests_server.py", "test_grammars.py"),
     *("test_heartbeat.py", "test_kernel_report.py", "test_log_secrets.py", "test_structures.py"),
 )
-HERE = {"0.23": ON_0_23, "0.33": ON_0_33}.get(LINE)  # None: all but those of newer lines alone
+HERE = {"0.23": ON_0_23, "0.33": ON_0_33}.get(LINE)  # None: all files except those for newer releases only
 
 
 def _request_class(name: str) -> Any:
@@ -40,7 +40,7 @@ def responses_class() -> Any:
 
 
 def parsed(*flags: str) -> Any:
-    """The arguments of a server."""
+    """Returns the parsed arguments of a server."""
     if LINE == "0.33":
         from vllm.entrypoints.common.cli_args import make_arg_parser
     else:
@@ -53,7 +53,7 @@ def parsed(*flags: str) -> Any:
 
 
 def application(arguments: Any) -> Any:
-    """vLLM's application, without state."""
+    """Returns vLLM's application, without state."""
     if LINE != "0.33":
         from vllm.entrypoints.openai import api_server
 
@@ -64,7 +64,7 @@ def application(arguments: Any) -> Any:
 
 
 def input_processor() -> Any:
-    """The class that makes a request for the engine core of what came in."""
+    """Returns the class that turns inputs into requests for the engine core."""
     if OLD:
         from vllm.v1.engine.processor import Processor
 
@@ -75,7 +75,7 @@ def input_processor() -> Any:
 
 
 def validate(params: Any, model_config: Any, structured_outputs_config: Any) -> None:
-    """vLLM's validation of SamplingParams with a structure, with what repairs it."""
+    """Runs vLLM's validation of SamplingParams with a structure, including its repair."""
     if OLD:
         import types
 

@@ -1,6 +1,6 @@
-"""One of two data parallel ranks on a CPU, as test_experts_exchange.py starts it: RANK PORT.
+"""One of two data parallel ranks on a CPU, started by test_experts_exchange.py with RANK PORT.
 
-It prints the rows that an experts' layer of this rank gets, and what it keeps of the sum of all ranks' results.
+Prints the rows that this rank's experts' layer receives, and its part of the sum of all ranks' results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 
 from npu_gptoss.serving import compat
 
-ROWS = (1, 3)  # of each rank: an engine that decodes beside one that reads a prompt
+ROWS = (1, 3)  # per rank: one engine decodes, the other reads a prompt
 
 
 def main(rank: int, port: int) -> None:
@@ -37,7 +37,7 @@ def main(rank: int, port: int) -> None:
         get_forward_context().dp_metadata.sp_local_sizes(1),
     ):
         rows, routed = get_ep_group().dispatch(hidden, logits)
-        kept = get_ep_group().combine(rows * (rank + 1))  # each rank's part of a layer of which all have a share
+        kept = get_ep_group().combine(rows * (rank + 1))  # each rank's part of a layer that all share
     print(json.dumps([rows[:, 0].tolist(), routed[:, 0].tolist(), kept[:, 0].tolist()]))
 
 

@@ -1,4 +1,4 @@
-"""Admission around vLLM's own application: what stock lets through, and what becomes of it."""
+"""Admission around vLLM's own application: keys, unreadable bodies and unsupported routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 from npu_gptoss.serving.compat.server.admission import VllmServer
 from npu_gptoss.serving.openai.errors import misread
 from tests.serving.compat import of_line
-from tests.serving.compat.of_line import OLD
 
 pytestmark = pytest.mark.serving
 
@@ -39,7 +38,7 @@ class Engine:
 
 @contextlib.contextmanager
 def client(*flags: str) -> Iterator[Any]:
-    """vLLM's application with no engine; its exceptions come back as 500."""
+    """vLLM's application without an engine; its exceptions become status 500."""
     from starlette.testclient import TestClient
 
     app = of_line.application(of_line.parsed("--model", MODEL, *flags))
@@ -56,16 +55,14 @@ def client(*flags: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/tokenize", "/metrics", "/openapi.json", "/version", "/v1/models"])
-def test_the_key_guards_every_route(patched: Any, path: str) -> None:
-    """Stock guards what begins with /v1, and on older starlettes not even that from a client with a Host of its own."""
+def test_key_guards_every_route(patched: Any, path: str) -> None:
+    """Stock guards only paths below /v1, and on older starlettes a forged Host header opens these too."""
     with patched(*PATCHES), client("--api-key", "secret") as asked:
         for headers in ({}, {"Host": "a/health?"}, {"Host": "a/x?"}):
             assert asked.get(path, headers=headers).status_code == 401
             assert asked.post(path, headers=headers, json=CHAT).status_code == 401
         assert asked.get(path, headers=BEARER).status_code != 401
         assert asked.get("/health").status_code == 200
-    with patched(), client("--api-key", "secret") as asked:
-        assert (asked.get(path).status_code == 401) is path.startswith("/v1"), "stock"
 
 
 def test_metrics_are_open_if_asked(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +79,7 @@ def test_keys_come_from_the_environment_too(patched: Any, monkeypatch: pytest.Mo
         assert asked.get("/version", headers=BEARER).status_code == 200
 
 
-def test_a_proxys_prefix_opens_nothing(patched: Any) -> None:
+def test_root_path_opens_no_route(patched: Any) -> None:
     with patched(*PATCHES), client("--api-key", "secret", "--root-path", "/api") as asked:
         assert asked.get("/api/v1/models").status_code == 401
         assert asked.get("/api/health").status_code == 200
@@ -90,50 +87,41 @@ def test_a_proxys_prefix_opens_nothing(patched: Any) -> None:
 
 @pytest.mark.parametrize("body", [b"[1]", b'"x"', b"null", b"1"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_a_body_that_is_no_object_is_the_clients_mistake(patched: Any, path: str, body: bytes) -> None:
+def test_body_that_is_no_object_gets_400(patched: Any, path: str, body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     with patched(*PATCHES), client() as asked:
         answer = asked.post(path, content=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
-    if OLD and body != b"null":
-        with patched(), client() as asked:
-            assert asked.post(path, content=body, headers=headers).status_code == 500, "stock"
 
 
-def test_what_only_vllm_reads_is_the_clients_mistake_too(patched: Any) -> None:
+def test_error_in_vllms_own_validator_gets_400(patched: Any) -> None:
     """A KeyError in vLLM's own validator: the table of fields does not know that a function needs a name."""
     body = CHAT | {"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "f"}}}
     with patched(*PATCHES), client() as asked:
         answer = asked.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400
         assert "KeyError" in answer.json()["error"]["message"]
-    with patched(), client() as asked:
-        assert asked.post("/v1/chat/completions", json=body).status_code == 500, "stock"
 
 
 @pytest.mark.skipif(of_line.LINE != "0.33", reason="needs vLLM 0.33")
 @pytest.mark.parametrize("kind", ["application/json", "text/plain"])
 @pytest.mark.parametrize(
-    ("body", "stock"),
-    [(b"[1]", 500), (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 500), (b'{"request_ids": [5]}', 200)],
+    "body",
+    [b"[1]", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"request_ids": [5]}'],
     ids=["list", "deep", "number"],
 )
-def test_what_aborts_nothing_is_refused(patched: Any, kind: str, body: bytes, stock: int) -> None:
-    def ask(asked: Any) -> int:
-        return asked.post("/inference/v1/abort_requests", content=body, headers={"Content-Type": kind}).status_code
-
+def test_unreadable_abort_request_gets_400(patched: Any, kind: str, body: bytes) -> None:
     with patched(*PATCHES), client("--enable-scale-out") as asked:
-        assert ask(asked) == 400
-    with patched(), client("--enable-scale-out") as asked:
-        assert ask(asked) == stock, "stock"
+        answer = asked.post("/inference/v1/abort_requests", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == 400
 
 
 @pytest.mark.skipif(of_line.LINE != "0.33", reason="needs vLLM 0.33")
 @pytest.mark.parametrize(
     "message", [{"role": "assistant", "tool_calls": [5]}, {"role": "user", "content": [5]}, {"role": "tool", "name": 5}]
 )
-def test_a_history_that_cannot_be_rendered_is_the_clients_mistake(message: dict[str, Any]) -> None:
-    """An AttributeError where /v1/responses makes a prompt of `previous_input_messages`: 500."""
+def test_history_that_cannot_be_rendered_gets_400(message: dict[str, Any]) -> None:
+    """An AttributeError where /v1/responses makes a prompt of `previous_input_messages`, answered with 500."""
     from vllm.renderers.online_renderer import OnlineRenderer
 
     renderer = types.SimpleNamespace(
@@ -159,8 +147,8 @@ def to_sampling_params():
 
 
 @pytest.mark.parametrize(("first", "of_the_client"), [("import no_such_package", False), ("{}['function']", True)])
-def test_a_package_that_the_server_lacks_is_not_the_clients_mistake(first: str, of_the_client: bool) -> None:
-    """A server without pycountry refused every chat as one that it cannot read, and its log did not say why."""
+def test_missing_package_of_the_server_does_not_blame_the_client(first: str, of_the_client: bool) -> None:
+    """A server without pycountry refused every chat as unreadable, and its log did not name the reason."""
     vllm_s: dict[str, Any] = {"__name__": "vllm.somewhere"}
     exec(READING.format(first=first), vllm_s)
     with pytest.raises(RuntimeError) as raised:
@@ -168,8 +156,8 @@ def test_a_package_that_the_server_lacks_is_not_the_clients_mistake(first: str, 
     assert (VllmServer(None, False).blame(raised.value) is not None) is of_the_client
 
 
-def test_a_misread_field_is_one_short_sentence(patched: Any) -> None:
-    """pydantic repeats the whole body for each of its complaints."""
+def test_misread_field_gets_one_short_sentence(patched: Any) -> None:
+    """pydantic repeats the whole body in each of its errors."""
     body = {"model": MODEL, "messages": [{"role": {"\x1b[2J": 5}, "content": "x" * 10_000}]}
     with patched(*PATCHES), client() as asked:
         error = asked.post("/v1/chat/completions", json=body).json()["error"]
@@ -180,7 +168,7 @@ def test_a_misread_field_is_one_short_sentence(patched: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/v2/rerank"])
-def test_what_the_model_cannot_do_is_no_200(patched: Any, path: str) -> None:
+def test_route_without_a_serving_object_gets_400(patched: Any, path: str) -> None:
     body = {"model": MODEL, "input": "a", "text_1": "a", "text_2": "b", "query": "a", "documents": ["b"]}
     with patched(*PATCHES), client() as asked:
         assert asked.post(path, json=body).status_code == 400

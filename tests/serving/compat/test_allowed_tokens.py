@@ -1,4 +1,4 @@
-"""A row of the runner's batch keeps nothing of the request that was there before."""
+"""A row of the runner's batch keeps no mask of the request before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def a_row(name: str, allowed: list[int] | None) -> CachedRequestState:
 
 
 def bound(batch: InputBatch) -> dict[str, bool]:
-    """Which requests are kept from some token."""
+    """Returns for each request whether a token is forbidden to it."""
     batch.refresh_metadata()
     mask = batch.sampling_metadata.allowed_token_ids_mask
     return {name: bool(mask[index].any()) for name, index in batch.req_id_to_index.items()}
@@ -35,7 +35,7 @@ def a_batch() -> InputBatch:
     return InputBatch(4, 32, 64, torch.device("cpu"), False, vocab_size=8, **sizes)
 
 
-def test_allowed_tokens_do_not_bind_the_next_request_of_a_row(patched):
+def test_allowed_tokens_do_not_restrict_the_next_request_of_a_row(patched):
     def neighbours() -> dict[str, bool]:
         batch = a_batch()
         for name in ("a", "b"):
@@ -47,13 +47,11 @@ def test_allowed_tokens_do_not_bind_the_next_request_of_a_row(patched):
         batch.add_request(a_row("honest", None))
         return bound(batch)
 
-    with patched():
-        assert neighbours() == {"b": True, "honest": True}
     with patched("row-masks"):
         assert neighbours() == {"b": True, "honest": False}
 
 
-def test_two_rows_that_change_places_keep_their_allowed_tokens(patched):
+def test_swapped_rows_keep_their_own_allowed_tokens(patched):
     def exchanged() -> dict[str, bool]:
         batch = a_batch()
         batch.add_request(a_row("a", [3]))
@@ -61,7 +59,5 @@ def test_two_rows_that_change_places_keep_their_allowed_tokens(patched):
         batch.swap_states(0, 1)
         return bound(batch)
 
-    with patched():
-        assert len(set(exchanged().values())) == 1, "one mask for both"
     with patched("row-masks"):
         assert exchanged() == {"a": True, "honest": False}

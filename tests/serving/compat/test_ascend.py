@@ -1,6 +1,6 @@
-"""The repairs of vllm-ascend's runner on a stand-in for it: for its release and for gpt-oss only.
+"""Repairs of vllm-ascend's runner on a stand-in: they apply to its release and to gpt-oss only.
 
-What they do to the real one is tested on the emulated 910B.
+Their effect on the real runner is tested on the emulated 910B.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from npu_gptoss.serving.ascend import captured, full_graph, limits
+from npu_gptoss.serving.ascend import captured, full_graph
 from npu_gptoss.serving.compat.patch import Mismatch
 from npu_gptoss.serving.compat.server import metrics
 from npu_gptoss.serving.compat.start import ascend
@@ -25,7 +25,7 @@ class ACLGraphWrapper:
 
 
 def stand_in() -> SimpleNamespace:
-    """vllm-ascend's module with what the installers look for; what is called is noted."""
+    """vllm-ascend's module with the code that the installers look for; records the calls."""
     called: list[Any] = []
 
     def update_attn_params(update_stream: Any, forward_context: Any, runtime_shape: int, kv: Any = None) -> None:
@@ -86,7 +86,7 @@ INSTALLERS = [ascend.install_host_mask, *FULL_GRAPH, metrics.install_ascend_repo
 
 
 @pytest.mark.parametrize("install", INSTALLERS, ids=lambda function: function.__name__)
-def test_another_release_of_vllm_ascend_is_left_alone(install: Any, release: Any) -> None:
+def test_unsupported_vllm_ascend_gets_no_repair(install: Any, release: Any) -> None:
     install(stand_in())
     release("0.12.0rc1")
     module = stand_in()
@@ -131,7 +131,7 @@ def test_steps_of_other_models_are_not_observed(release: Any) -> None:
 )
 @pytest.mark.parametrize("ours", [True, False])
 def test_other_models_keep_their_updates(ours, install, update, given, release, monkeypatch):
-    """Graphs hold calls of ours for gpt-oss only; any other's lengths are vllm-ascend's to give."""
+    """Graphs hold our calls for gpt-oss only; vllm-ascend updates the lengths of other models."""
     module, seen = stand_in(), []
     install(module)
     monkeypatch.setattr(captured, "update_step", lambda *given: seen.append(given) or ours)
@@ -142,7 +142,7 @@ def test_other_models_keep_their_updates(ours, install, update, given, release, 
 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("real", [True, False])
-def test_steps_that_do_not_fit_a_call_leave_0_23s_full_graphs_and_dummy_runs_do_not(real, fits):
+def test_steps_that_do_not_fit_a_call_leave_full_graphs_on_0_23(real, fits):
     runner, asked = stand_in().NPUModelRunner("config", "npu:0"), []
     runner.optimistic_seq_lens_cpu = torch.tensor([300, 7, 999])
     runner.dispatch = lambda rows, disable_full: "piecewise" if disable_full else "full"
@@ -154,14 +154,10 @@ def test_steps_that_do_not_fit_a_call_leave_0_23s_full_graphs_and_dummy_runs_do_
 
 
 @pytest.mark.parametrize("install", FULL_GRAPH)
-def test_full_graphs_are_tried_before_the_runner_reads_its_configuration(install, release, monkeypatch):
+def test_full_graphs_are_tried_before_the_runner_is_constructed(install, release, monkeypatch):
     module = stand_in()
     install(module)
     monkeypatch.setattr(full_graph, "prepare", lambda *given: module.called.append(("prepare", *given)))
     monkeypatch.setattr(full_graph, "guard", lambda runner: module.called.append(("guard", runner)))
     runner = module.NPUModelRunner("config", "npu:0")
     assert module.called == [("prepare", "config", "npu:0"), ("init", "config", "npu:0"), ("guard", runner)]
-
-
-def test_the_window_is_the_one_that_limits_says() -> None:
-    assert ascend.version_objection is limits.version_objection

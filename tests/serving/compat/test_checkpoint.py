@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be served is refused in a sentence, in the process that the user started."""
+"""A checkpoint that cannot be served is refused with a sentence, in the process that the user started."""
 
 from __future__ import annotations
 
@@ -71,15 +71,13 @@ def no_shard(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"), [(outside, "of this directory"), (no_stop, "eos_token_id"), (no_shard, "is not there")]
 )
-def test_stock_vllm_takes_what_it_will_refuse_in_an_engine(directory, patched, damage, words):
+def test_damaged_checkpoint_is_refused_before_vllm_reads_it(directory, patched, damage, words):
     damage(directory)
-    with patched(), pytest.raises(Reached):
-        engine_config(directory)
     with patched("checkpoint-check"), pytest.raises(InputError, match=words):
         engine_config(directory)
 
 
-def test_a_good_checkpoint_is_served_as_before_and_others_are_left_to_vllm(directory: Path, patched: Any) -> None:
+def test_good_checkpoints_and_other_models_reach_vllm(directory: Path, patched: Any) -> None:
     rope = json.loads((directory / "config.json").read_text())["rope_scaling"]
     with patched("checkpoint-check"):
         asked = [{}, {"load_format": "dummy"}, {"hf_overrides": {"use_cache": False}}]
@@ -132,7 +130,7 @@ def test_broken_tokenizer_of_a_hub_is_refused_before_a_request(
         checkpoint.check_tokenizer_of_hub(config)
 
 
-def test_a_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, tmp_path):
+def test_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, tmp_path):
     from vllm.entrypoints.cli import serve
 
     async def refuses(_: object) -> None:
@@ -141,8 +139,6 @@ def test_a_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, t
     monkeypatch.setattr(serve, "run_server", refuses)
     args = parsed("--api-server-count", "1")
     args.model_tag = str(tmp_path)
-    with patched(), pytest.raises(InputError):
-        serve.ServeSubcommand.cmd(args)
     with patched("refusal-sentence"):
         for model, words in ((str(tmp_path), "the sentence"), (str(tmp_path / "nowhere"), "there is none")):
             args.model_tag = model
@@ -158,7 +154,7 @@ def test_a_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, t
 @pytest.mark.slow
 @pytest.mark.long
 def test_corrupt_checkpoints_end_vllm_serve_with_a_sentence() -> None:
-    """The command itself, up to where it would fork the engine."""
+    """The command itself, up to the fork of the engine."""
     command = [sys.executable, "-m", "tests.model.fuzz", "--through", "serve", "--count", "15", "--seed", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The table itself: light, guarded, idempotent, and honest about what it did."""
+"""The table of repairs: light to import, guarded, idempotent, with a correct status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.serving
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that has not loaded the plugin."""
+    """Runs code in a new interpreter without the plugin."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"} | environment,
@@ -48,13 +48,13 @@ def test_apply_imports_neither_vllm_nor_torch():
     assert states == ["waiting"] * len(compat.patches_here())
 
 
-def test_patches_come_in_with_their_modules_and_only_once():
+def test_repairs_are_installed_with_their_modules_and_only_once():
     result = run("""
         import contextlib, importlib.util, json
         from npu_gptoss.serving import compat
         compat.apply()
         with contextlib.suppress(ImportError):
-            import vllm_ascend.worker.worker  # as vLLM begins; others first import each other in a circle
+            import vllm_ascend.worker.worker  # as vLLM begins; another order imports in a circle
         for patch in compat.patches_here():
             if importlib.util.find_spec(patch.module.partition(".")[0]):
                 importlib.import_module(patch.module)
@@ -71,7 +71,7 @@ def test_patches_come_in_with_their_modules_and_only_once():
     assert "leaves out" not in result.stdout + result.stderr
 
 
-def test_every_name_of_the_table_is_replaced(patched):
+def test_every_target_of_the_table_is_replaced(patched):
     with patched(*(patch.name for patch in HERE)):
         for patch in HERE:
             for target in patch.touches:
@@ -79,15 +79,15 @@ def test_every_name_of_the_table_is_replaced(patched):
                 assert hasattr(vars(owner)[name], "__npu_gptoss_replaces__"), target
 
 
-def test_each_patch_can_be_put_in_alone(patched):
+def test_each_repair_installs_without_the_others(patched):
     for patch in HERE:
         with patched(patch.name):
-            pass  # an installer that leans on another patch raises Mismatch here
+            pass  # an installer that relies on another repair raises Mismatch here
 
 
 @pytest.mark.skipif(not OLD, reason="its modules are of vLLM 0.11")
-def test_each_patch_meets_its_own_fate():
-    """In one process: modules imported before, foreign code that has changed, a patch left out by name."""
+def test_one_changed_or_skipped_target_does_not_stop_the_others():
+    """In one process: modules imported before, changed foreign code, a repair left out by name."""
     result = run(
         """
         import vllm.config.model as changed
@@ -121,12 +121,12 @@ def test_each_patch_meets_its_own_fate():
     assert (result.stdout + result.stderr).count("npu-gptoss leaves out its patch model-wide-window") == 1
 
 
-def test_an_unknown_name_to_skip_is_refused():
+def test_unknown_name_to_skip_is_refused():
     result = run("from npu_gptoss.serving import compat; compat.apply()", NPU_GPTOSS_SKIP_PATCHES="window")
     assert f"NPU_GPTOSS_SKIP_PATCHES names window; the patches are {compat.patches()[0].name}" in result.stderr
 
 
-def test_another_release_of_vllm_is_left_alone():
+def test_unsupported_vllm_gets_no_repair_and_one_warning():
     result = run("""
         import importlib.metadata
         importlib.metadata.version = lambda name: "0.12.0"
@@ -139,7 +139,7 @@ def test_another_release_of_vllm_is_left_alone():
     assert (result.stdout + result.stderr).count("leaves out") == 1
 
 
-def test_guards_name_what_differs():
+def test_mismatch_names_the_difference():
     def function(first, second):
         return first
 
@@ -150,8 +150,8 @@ def test_guards_name_what_differs():
     machinery.expect_source(function, "return  first")
 
 
-def test_an_import_is_hooked_once_and_leaves_no_trace(tmp_path, monkeypatch):
-    """inspect, pickle and reload ask the module for its loader."""
+def test_import_hook_calls_once_and_keeps_the_loader(tmp_path, monkeypatch):
+    """inspect, pickle and reload read the module's loader."""
     (tmp_path / "a_module_to_hook.py").write_text("value = 1")
     monkeypatch.syspath_prepend(tmp_path)
     calls = []
@@ -162,7 +162,7 @@ def test_an_import_is_hooked_once_and_leaves_no_trace(tmp_path, monkeypatch):
     importlib.reload(module)
     assert calls == [module]
     machinery.when_imported("a_module_to_hook", calls.append)
-    assert calls == [module, module], "it is here already"
+    assert calls == [module, module], "already imported"
     monkeypatch.delitem(sys.modules, "a_module_to_hook")
 
 
@@ -173,13 +173,14 @@ def test_only_essential_patches_are_required(monkeypatch, essential):
     for state, entry in entries.items():
         monkeypatch.setattr(compat, "status", lambda entry=entry: (entry,))
         if essential and state == "skipped":
-            with pytest.raises(compat.PatchError, match=rf"without the patch {patch.name} \(for this test\)"):
+            with pytest.raises(compat.PatchError, match=rf"without the patch {patch.name} \(for this test\)") as raised:
                 compat.require_essential()
+            assert isinstance(raised.value, InputError)
         else:
             compat.require_essential()
 
 
-def test_copies_of_a_name_are_replaced_and_what_others_put_there_is_not(monkeypatch):
+def test_replace_updates_copies_but_not_foreign_values(monkeypatch):
     def stock():
         return "stock"
 
@@ -195,7 +196,7 @@ def test_copies_of_a_name_are_replaced_and_what_others_put_there_is_not(monkeypa
     assert ours.__npu_gptoss_replaces__ is stock
 
 
-def test_names_are_unique_and_every_record_is_filled():
+def test_repair_names_are_unique_and_records_complete():
     named = [(patch.name, line) for patch in compat.patches() for line in patch.lines]
     assert len(set(named)) == len(named)
     for patch in compat.patches():
@@ -209,13 +210,13 @@ WHO = re.compile(r"(vLLM|vllm-ascend|torch-npu|openai-harmony|openai/harmony)\b.
 
 
 def test_repair_outlives_its_until():
-    """A release that needs a repair no more, or that a repair reaches further than its last one says."""
+    """Fails if a release no longer needs its repair, or if no repair covers the last release before `until`."""
     names = [line.name for line in lines.LINES]
     wrong = {}
     for patch in compat.patches():
         if not re.fullmatch(r"\d+\.\d+", patch.until):
             if not WHO.match(patch.until):
-                wrong[patch.name] = f"until={patch.until!r} names nobody who has to do something"
+                wrong[patch.name] = f"until={patch.until!r} does not name who must act"
             continue
         outlived = [line for line in patch.lines if version(line) >= version(patch.until)]
         before = [line for line in names if version(line) < version(patch.until)]
@@ -233,7 +234,3 @@ def test_file_with_a_repair_is_not_in_the_table():
     root = Path(compat.__file__).parent
     files = {path for path in root.rglob("*.py") if "\n@repair(" in path.read_text()}
     assert {".".join(path.relative_to(root).with_suffix("").parts) for path in files} == set(compat.FILES)
-
-
-def test_a_wrong_skip_list_is_a_user_error():
-    assert issubclass(compat.PatchError, InputError)

@@ -1,4 +1,4 @@
-"""Data parallel engines on CPUs compute each layer's experts together: without the exchange every answer is rubbish."""
+"""Data parallel engines on CPUs compute each layer's experts together: without the exchange every answer is garbage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ pytestmark = [pytest.mark.serving, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 
 
-def on_two_ranks(skip: str) -> list[list[list[float]]]:
-    """What each rank prints, without the repairs that are named."""
+def on_two_ranks() -> list[list[list[float]]]:
+    """Returns the output of each rank."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "NPU_GPTOSS_SKIP_PATCHES": skip,
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
@@ -47,14 +46,7 @@ def on_two_ranks(skip: str) -> list[list[list[float]]]:
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
-def test_data_parallel_engines_on_cpus_exchange_the_rows_of_their_experts():
+def test_data_parallel_engines_on_cpus_exchange_experts_rows():
     rows, logits = [1.0, 2.0, 2.0, 2.0], [10.0, 11.0, 11.0, 11.0]
-    # both ranks' parts of the sum: once and twice the rows
-    assert on_two_ranks(skip="") == [[rows, logits, [3.0]], [rows, logits, [6.0, 6.0, 6.0]]]
-
-
-def test_stock_leaves_each_data_parallel_engine_on_cpus_with_its_own_rows():
-    assert on_two_ranks(skip="cpu-experts-exchange") == [
-        [[1.0], [10.0], [1.0]],
-        [[2.0] * 3, [11.0] * 3, [4.0] * 3],
-    ]
+    # the sum of both ranks' parts: once and twice the rows
+    assert on_two_ranks() == [[rows, logits, [3.0]], [rows, logits, [6.0, 6.0, 6.0]]]

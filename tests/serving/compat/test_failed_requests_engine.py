@@ -1,6 +1,6 @@
-"""One request in the engine core that goes wrong ends alone: its neighbour's tokens stay, its blocks come back.
+"""A request that fails in the engine core ends alone: its neighbours keep their tokens, its blocks are freed.
 
-See `in_process.py` for the engine.
+The engine is in `in_process.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WILD = {
     "prompt without room": ([3] * LENGTH, {}),
     "logit_bias": (HONEST, {"logit_bias": {VOCABULARY: 1.0}}),
     "allowed_token_ids": (HONEST, {"allowed_token_ids": [3, VOCABULARY]}),
-    **({"bad_words": (HONEST, {"_bad_words_token_ids": [[VOCABULARY]]})} if OLD else {}),  # 0.23 leaves it out
+    **({"bad_words": (HONEST, {"_bad_words_token_ids": [[VOCABULARY]]})} if OLD else {}),  # 0.23 drops it
     "bad_words of nothing": (HONEST, {"_bad_words_token_ids": [[]]}),
     **({} if OLD else {"logprob_token_ids": (HONEST, {"logprob_token_ids": [3, VOCABULARY]})}),
     "logprobs": (HONEST, {"logprobs": VOCABULARY + 1}),
@@ -63,7 +63,7 @@ WILD = {
 
 
 @pytest.mark.parametrize("name", WILD)
-def test_a_wild_field_ends_its_request_and_no_step_of_everybody(engine, patched, name):
+def test_invalid_field_ends_only_its_own_request(engine, patched, name):
     prompt, fields = WILD[name]
     sampling = greedy(**{key: value for key, value in fields.items() if not key.startswith("_")})
     for key in fields:
@@ -72,7 +72,7 @@ def test_a_wild_field_ends_its_request_and_no_step_of_everybody(engine, patched,
     together = (HONEST, greedy()), (prompt, sampling), (HONEST[::-1], greedy())
     with patched():
         alone = run(engine, together[0], together[2])
-        assert "Error" in in_a_fork(lambda: run(engine, *together)), "stock vLLM takes it: then it need not be refused"
+        assert "Error" in in_a_fork(lambda: run(engine, *together)), "stock vLLM accepts it: no check is needed"
     with patched(*BARRIER):
         first, reason, last = run(engine, *together)
     assert [first, last] == alone
@@ -82,12 +82,12 @@ def test_a_wild_field_ends_its_request_and_no_step_of_everybody(engine, patched,
 
 @pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_none_is_refused(engine, patched, field, value):
+def test_nan_and_infinity_are_refused(engine, patched, field, value):
     with patched(*BARRIER):
         assert field in run(engine, (HONEST, greedy(**{"temperature": 1.0, field: value})))[0]
 
 
-def test_an_error_in_one_request_s_stop_conditions_is_its_own(engine, patched, monkeypatch):
+def test_error_in_stop_conditions_ends_only_its_own_request(engine, patched, monkeypatch):
     stock = scheduler_module.check_stop
 
     def check_stop(request: Any, *arguments: Any) -> bool:
@@ -107,7 +107,7 @@ def test_an_error_in_one_request_s_stop_conditions_is_its_own(engine, patched, m
     assert len(reason) < 600
 
 
-def test_a_grammar_that_does_not_compile_ends_its_request_and_nobody_else_s(engine, patched, monkeypatch):
+def test_grammar_that_does_not_compile_ends_only_its_own_request(engine, patched, monkeypatch):
     def compile_grammar(*_: Any) -> None:
         raise RuntimeError("no grammar")
 
@@ -126,13 +126,13 @@ def test_a_grammar_that_does_not_compile_ends_its_request_and_nobody_else_s(engi
 
 
 @pytest.mark.skipif(not OLD, reason="vLLM 0.23's runner computes them once")
-def test_prompt_log_probabilities_of_a_preempted_request_do_not_end_the_engine(engine, patched):
-    """They grow until one is preempted; its prompt and tokens come again, in chunks that end between the two."""
+def test_preempted_prompt_log_probabilities_do_not_end_the_engine(engine, patched):
+    """The requests grow until one is preempted and computed again, in chunks that end between prompt and tokens."""
     many = [([3 + i] * 190, greedy(max_tokens=60, prompt_logprobs=1)) for i in range(3)]
     scheduler = core_of(engine).scheduler
 
     def served() -> list[Any]:
-        scheduler.max_num_scheduled_tokens = 49  # four chunks, some beside two that decode: 192 to 196 tokens
+        scheduler.max_num_scheduled_tokens = 49  # four chunks, some with two decodes: 192 to 196 tokens
         try:
             return run(engine, *many)
         finally:
@@ -156,7 +156,7 @@ def with_priorities(engine: LLM, work: Callable[[], Any]) -> Any:
 
 
 @only_0_11
-def test_samples_of_one_request_are_ordered_under_priorities(engine, patched):
+def test_samples_of_one_request_are_ordered_with_priorities(engine, patched):
     samples = (HONEST, greedy(n=4, temperature=1.0, seed=1))
     with patched():
         said = in_a_fork(lambda: with_priorities(engine, lambda: run(engine, samples)))
@@ -166,8 +166,8 @@ def test_samples_of_one_request_are_ordered_under_priorities(engine, patched):
 
 
 @only_0_11
-def test_a_preemption_by_priority_takes_no_blocks_of_a_request_in_the_same_step(engine, patched, monkeypatch):
-    """The unimportant ones run first, so that a step comes to them before it lacks blocks for the others."""
+def test_preemption_takes_no_blocks_from_a_request_in_the_same_step(engine, patched, monkeypatch):
+    """Low priorities run first, so a step schedules them before it lacks blocks for the others."""
     many = [([3 + i] * (60 + 7 * i), greedy(max_tokens=100)) for i in range(6)]
     llm = engine.llm_engine
 
@@ -176,7 +176,7 @@ def test_a_preemption_by_priority_takes_no_blocks_of_a_request_in_the_same_step(
     robbed = []
 
     def look(output: Any) -> None:
-        """Whom this step computes although it has just taken their blocks away."""
+        """Records the requests that this step computes after it has taken their blocks away."""
         robbed.extend(name for name in output.num_scheduled_tokens if scheduler.requests[name] not in scheduler.running)
         after_schedule(output)
 
@@ -193,14 +193,16 @@ def test_a_preemption_by_priority_takes_no_blocks_of_a_request_in_the_same_step(
         return bool(robbed), [tokens[str(number)] for number in range(len(many))]
 
     with patched():
-        assert in_a_fork(lambda: with_priorities(engine, served)[0]) == "True", "stock vLLM is right: no repair needed"
+        assert in_a_fork(lambda: with_priorities(engine, served)[0]) == "True", (
+            "stock vLLM keeps the blocks: no repair is needed"
+        )
     with patched("priority-order"):
         alone = [run(engine, one)[0] for one in many]
         assert with_priorities(engine, served) == (False, alone)
 
 
 @only_0_11
-def test_equal_requests_come_in_the_order_of_their_arrival(patched):
+def test_equal_priorities_keep_the_order_of_arrival(patched):
     def arrived(*times: float) -> list[float]:
         scheduler = SimpleNamespace(policy=SchedulingPolicy.PRIORITY, requests={})
         scheduler.waiting = SimpleNamespace(add_request=lambda request: None)
@@ -216,8 +218,8 @@ def test_equal_requests_come_in_the_order_of_their_arrival(patched):
     assert 1.0 == first < second < third < 1.001 < later == 2.0
 
 
-def test_a_second_request_of_one_id_is_refused_and_the_first_goes_on(engine, patched):
-    """Two API servers' clients may send one X-Request-Id; the engine core keeps requests by it."""
+def test_second_request_of_one_id_is_refused_and_the_first_goes_on(engine, patched):
+    """Clients of two API servers may send the same X-Request-Id; the engine core keeps requests by it."""
     the_core = core_of(engine)
     llm = engine.llm_engine
     with patched(*BARRIER):
@@ -234,7 +236,7 @@ def test_a_second_request_of_one_id_is_refused_and_the_first_goes_on(engine, pat
     assert tokens == [alone]
 
 
-def test_what_fails_before_it_is_added_is_refused_when_it_is(engine, patched):
+def test_request_that_failed_early_is_refused_when_it_is_added(engine, patched):
     the_core = core_of(engine)
     with patched(*BARRIER):
         request, wave = the_core.preprocess_add_request(sent(engine, "x", HONEST))
@@ -247,7 +249,7 @@ def test_what_fails_before_it_is_added_is_refused_when_it_is(engine, patched):
 
 
 @pytest.mark.skipif(OLD, reason="vLLM 0.11 has no requests whose input comes in parts")
-def test_a_later_part_of_one_request_s_input_is_no_second_request(engine, patched):
+def test_later_part_of_an_input_is_no_second_request(engine, patched):
     the_core = core_of(engine)
     with patched(*BARRIER):
         parts = [sent(engine, "x", HONEST, resumable=resumable) for resumable in (True, True, False)]
@@ -263,7 +265,7 @@ def frames_of(request: EngineCoreRequest) -> list[bytes]:
 
 
 def spoilt(request: EngineCoreRequest) -> list[bytes]:
-    """The same with a sampling parameter of another type than the core expects."""
+    """The same request with a sampling parameter of a wrong type."""
     values = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
     at = EngineCoreRequest.__struct_fields__.index("sampling_params")
     values[at] = {"max_tokens": "many"}
@@ -277,7 +279,7 @@ def a_request(name: str) -> EngineCoreRequest:
 
 
 def process_of(engine: LLM) -> Any:
-    """The engine core as if it had a process of its own."""
+    """The engine core as in a separate process."""
     process = object.__new__(core.EngineCoreProc)
     process.__dict__ |= {**vars(core_of(engine)), "input_queue": queue.Queue(), "output_queue": queue.Queue()}
     if not OLD:
@@ -287,7 +289,7 @@ def process_of(engine: LLM) -> Any:
 
 
 def ask_the_input_thread(engine: LLM, address: str, messages: list[list[bytes]], answers: int) -> list[Any]:
-    """What vLLM's input thread hands on, at most `answers` of it, for at most two seconds each."""
+    """Returns up to `answers` messages from vLLM's input thread, waiting at most two seconds for each."""
     process = process_of(engine)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
@@ -310,11 +312,13 @@ def ask_the_input_thread(engine: LLM, address: str, messages: list[list[bytes]],
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_request_that_cannot_be_read_does_not_end_the_input_thread(engine, patched, tmp_path: Path):
+def test_unreadable_request_does_not_end_the_input_thread(engine, patched, tmp_path: Path):
     messages = [frames_of(a_request("a")), spoilt(a_request("b")), frames_of(a_request("c"))]
     with patched():
         said = ask_the_input_thread(engine, f"ipc://{tmp_path}/stock", messages, 3)
-        assert [request.request_id for _, (request, _) in said] == ["a"], "nobody hears of the others, nor of a death"
+        assert [request.request_id for _, (request, _) in said] == ["a"], (
+            "the others get no answer, and the death is not reported"
+        )
     with patched(*BARRIER):
         said = ask_the_input_thread(engine, f"ipc://{tmp_path}/ours", messages, 3)
         assert [request.request_id for _, (request, _) in said] == ["a", "b", "c"]
@@ -322,7 +326,7 @@ def test_a_request_that_cannot_be_read_does_not_end_the_input_thread(engine, pat
         assert isinstance(refused, barrier.Refused)
         assert refused.client_index == 1
         assert "max_tokens" in refused.reason
-        # the core's thread tells that client, and nobody else
+        # the core's thread reports it to that client alone
         process = process_of(engine)
         process._handle_client_request(*said[1])
         client, outputs = process.output_queue.get_nowait()
@@ -332,7 +336,7 @@ def test_a_request_that_cannot_be_read_does_not_end_the_input_thread(engine, pat
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_input_thread_that_dies_ends_the_engine_instead_of_leaving_all_to_wait(engine, patched, tmp_path: Path):
+def test_dead_input_thread_ends_the_engine_instead_of_hanging(engine, patched, tmp_path: Path):
     nonsense = [[EngineCoreRequestType.ADD.value, b"\xc1"]]
     with patched():
         assert ask_the_input_thread(engine, f"ipc://{tmp_path}/stock", nonsense, 1) == []
@@ -341,7 +345,7 @@ def test_an_input_thread_that_dies_ends_the_engine_instead_of_leaving_all_to_wai
         assert kind == EngineCoreRequestType.EXECUTOR_FAILED
 
 
-def test_what_stops_the_process_passes_the_barrier(engine, patched, monkeypatch):
+def test_system_exit_still_ends_the_engine(engine, patched, monkeypatch):
     def check_stop(*_: Any) -> bool:
         raise SystemExit
 

@@ -1,4 +1,4 @@
-"""In the API server's process: what happens to one request reaches its client, in words, and nobody else's."""
+"""In the API server: the error of one request reaches its own client, with a message, and no other client."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Table:
             self.processor.add_request(request(name, sampling()), None, queue=self.queues[name])
 
     def got(self, name: str) -> Any:
-        """The token ids in a request's queue, or its exception."""
+        """Returns the token ids in a request's queue, or its exception."""
         try:
             output = self.queues[name].get_nowait()
         except Exception as error:
@@ -77,11 +77,7 @@ def spoil(table: Table, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), [(REFUSED, RequestRefused), (FAILED, RequestFailed)])
-def test_what_the_core_ended_is_an_error_of_its_client_alone(patched, kind, error):
-    with patched():
-        table = Table("a", "b")
-        table.processor.process_outputs([ended("a", kind + "a reason")])
-        assert table.got("a") == [], "stock vLLM ends it as if the client had gone"
+def test_error_from_the_core_reaches_only_its_own_client(patched, kind, error):
     with patched("request-outputs"):
         table = Table("a", "b")
         done = table.processor.process_outputs([*step("b"), ended("a", kind + "a reason")])
@@ -93,30 +89,30 @@ def test_what_the_core_ended_is_an_error_of_its_client_alone(patched, kind, erro
         assert list(table.processor.request_states) == ["b"]
 
 
-def test_an_ordinary_abort_is_no_error(patched):
+def test_ordinary_abort_is_no_error(patched):
     with patched("request-outputs"):
         table = Table("a")
         table.processor.process_outputs([EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)])
         assert table.got("a") == []
 
 
-def test_an_error_in_one_detokenizer_leaves_the_others_their_tokens(patched):
+def test_error_in_one_detokenizer_leaves_the_others_their_tokens(patched):
     with patched():
         table = Table("a", "b", "c")
         spoil(table, "b")
         with pytest.raises(KeyError):
             table.processor.process_outputs(step("a", "b", "c"))
-        assert table.got("c") is None, "stock vLLM never comes to it"
+        assert table.got("c") is None, "stock vLLM does not reach it"
     with patched("request-outputs"):
         table = Table("a", "b", "c")
         spoil(table, "b")
         done = table.processor.process_outputs(step("a", "b", "c"))
         assert [table.got("a"), table.got("c")] == [[7], [7]]
         assert isinstance(table.got("b"), RequestFailed)
-        assert done.reqs_to_abort == ["b"], "the core goes on with it otherwise"
+        assert done.reqs_to_abort == ["b"], "else the core goes on with it"
 
 
-def test_one_sample_that_fails_ends_the_others_of_its_request(patched):
+def test_failed_sample_ends_the_other_samples_of_its_request(patched):
     with patched("request-outputs"):
         table = Table("alone")
         params = sampling(n=3)
@@ -135,7 +131,7 @@ def test_one_sample_that_fails_ends_the_others_of_its_request(patched):
         assert OLD or list(table.processor.external_req_ids) == ["client's alone"]
 
 
-def test_an_engine_without_streams_gets_an_output_and_the_tokens_so_far(patched):
+def test_offline_engine_gets_the_error_and_the_tokens_so_far(patched):
     with patched("request-outputs"):
         table = Table("a", "b", queues=False)
         table.processor.process_outputs(step("a"))
@@ -148,7 +144,7 @@ def test_an_engine_without_streams_gets_an_output_and_the_tokens_so_far(patched)
         assert told["b"].finish_reason == "stop"
 
 
-def test_an_error_after_the_last_output_is_not_told_twice(patched, monkeypatch):
+def test_error_after_the_last_output_is_not_reported(patched, monkeypatch):
     def statistics(*_: Any) -> None:
         raise KeyError("no such number")
 
@@ -161,7 +157,7 @@ def test_an_error_after_the_last_output_is_not_told_twice(patched, monkeypatch):
 
 
 class Core:
-    """An engine core's client that serialises for real, and remembers what it was told."""
+    """An engine core's client that really serialises, and records its calls."""
 
     resources = types.SimpleNamespace(engine_dead=False)
 
@@ -198,17 +194,13 @@ def add(engine: Any, name: str, params: SamplingParams) -> Any:
         return error
 
 
-@pytest.mark.skipif(not OLD, reason="vLLM 0.23 gives requests ids of its own; the admission bounds what is sent")
+@pytest.mark.skipif(not OLD, reason="vLLM 0.23 gives requests ids of its own; admission limits the values")
 @pytest.mark.parametrize(
     ("fields", "before"),
     [({"max_tokens": 2**70}, []), ({"n": 3, "seed": 2**64 - 1}, ["0_x"]), ({"bad_words": ["\ud800"]}, [])],
     ids=["a number", "the second sample", "a lone surrogate"],
 )
-def test_a_request_that_cannot_be_sent_leaves_nothing_behind(patched, fields, before):
-    with patched():
-        engine = an_engine()
-        assert isinstance(add(engine, "x", sampling(**fields)), OverflowError | UnicodeError)
-        assert engine.output_processor.request_states, "stock vLLM keeps its state for ever"
+def test_request_that_cannot_be_sent_leaves_no_state(patched, fields, before):
     with patched("request-sending"):
         engine = an_engine()
         error = add(engine, "x", sampling(**fields))
@@ -220,10 +212,11 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(patched, fields, be
         assert not engine.output_processor.parent_requests
 
 
-@pytest.mark.skipif(not OLD, reason="vLLM 0.23 gives requests ids of its own; the admission bounds what is sent")
+@pytest.mark.skipif(not OLD, reason="vLLM 0.23 gives requests ids of its own; admission limits the values")
 @pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_a_second_request_of_one_id_does_not_end_the_first(patched, first, second):
-    """Clients choose ids: X-Request-Id. With other numbers of samples stock vLLM takes both, and aborts either."""
+def test_second_request_of_one_id_does_not_end_the_first(patched, first, second):
+    """Clients choose ids (X-Request-Id). With different numbers of samples stock vLLM accepts both, and aborts
+    either."""
     with patched("request-sending"):
         engine = an_engine()
         assert not isinstance(add(engine, "x", sampling(n=first)), Exception)
@@ -233,27 +226,20 @@ def test_a_second_request_of_one_id_does_not_end_the_first(patched, first, secon
         assert engine.engine_core.aborted == []
 
 
-def test_an_unexpected_error_has_words(patched):
-    def message() -> str:
-        try:
-            raise async_llm.EngineGenerateError from OverflowError("too\nlarge")
-        except EngineGenerateError as error:  # which vLLM's endpoints know
-            return str(error)
-
-    with patched():
-        assert message() == ""
-    with patched("error-words"):
-        assert message() == "OverflowError: too large"
+def test_unexpected_error_has_a_message(patched):
+    with patched("error-words"), pytest.raises(EngineGenerateError) as raised:  # the class that vLLM's endpoints know
+        raise async_llm.EngineGenerateError from OverflowError("too\nlarge")
+    assert str(raised.value) == "OverflowError: too large"
 
 
-def test_a_number_that_a_logger_refuses_does_not_end_the_task_of_all(patched):
+def test_number_that_a_logger_rejects_does_not_end_the_output_task(patched):
     def record(*_: Any, **__: Any) -> None:
         raise ValueError("Counters can only be incremented by non-negative amounts.")
 
     manager = object.__new__(loggers.StatLoggerManager)
     manager.per_engine_logger_dict = {0: [types.SimpleNamespace(record=record)]}
     manager.prometheus_logger = types.SimpleNamespace(record=record)
-    manager.stat_loggers = [types.SimpleNamespace(record=record)]  # of 0.23, in the place of both
+    manager.stat_loggers = [types.SimpleNamespace(record=record)]  # 0.23 has this instead of both
     with patched(), pytest.raises(ValueError, match="non-negative"):
         manager.record(None, None, engine_idx=0)
     with patched("statistics-errors"):

@@ -1,4 +1,4 @@
-"""Structured output in the engine core: a grammar fails with its request alone; each has the backend it asked for."""
+"""Structured output in the engine core: a grammar error ends its own request; each request has its own backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY = 64
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException: no Exception."""
+    """Like pyo3's PanicException, which is no Exception."""
 
 
 class Grammar:
@@ -51,7 +51,7 @@ class Grammar:
 
 
 def backend_named(name: str, width: int = VOCABULARY // 32) -> Any:
-    """A backend that takes some time for each grammar, and refuses the grammar of its own name."""
+    """A backend that takes some time per grammar, and refuses the grammar `not <name>`."""
 
     class Backend:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -99,7 +99,7 @@ def a_request(name: str, spec: str | None, backend: str = "xgrammar") -> Request
 
 
 def compiled(manager: StructuredOutputManager, *requests: Request) -> list[Any]:
-    """The requests' grammars when all are done, as `schedule()` takes them: None for one that is not ready."""
+    """Returns the grammars after all compilations, as `schedule()` takes them: None if not ready."""
     for request in requests:
         manager.grammar_init(request)
     manager.executor.shutdown(wait=True)
@@ -115,11 +115,13 @@ def reported(manager: StructuredOutputManager) -> dict[str, str]:
     "spec",
     [
         "not xgrammar",
-        pytest.param(None, marks=pytest.mark.skipif(not OLD, reason="vLLM 0.23 takes it for a request without one")),
+        pytest.param(
+            None, marks=pytest.mark.skipif(not OLD, reason="in vLLM 0.23 this is a request without a grammar")
+        ),
     ],
     ids=["a compile error", "no grammar at all"],
 )
-def test_a_grammar_that_does_not_compile_does_not_raise_in_the_scheduler(patched, manager, spec):
+def test_compile_error_does_not_raise_in_the_scheduler(patched, manager, spec):
     with patched(), pytest.raises((RuntimeError, ValueError)):
         compiled(manager, a_request("stock", spec))
     manager.__init__(manager.vllm_config)
@@ -133,7 +135,7 @@ def test_a_grammar_that_does_not_compile_does_not_raise_in_the_scheduler(patched
 
 @not_0_33
 @pytest.mark.parametrize("spec", ["no mask", "no tokens"])
-def test_a_grammar_that_raises_later_is_reported_and_binds_nothing_more(patched, manager, spec):
+def test_grammar_that_raises_later_is_reported_and_allows_all_tokens(patched, manager, spec):
     def step() -> Any:
         mask = manager.grammar_bitmask({"bad": bad, "good": good}, {"bad": 0, "good": 1}, {})
         for request in (bad, good):
@@ -156,7 +158,7 @@ def test_a_grammar_that_raises_later_is_reported_and_binds_nothing_more(patched,
 
 
 @not_0_33
-def test_an_error_about_where_the_reasoning_ends_is_the_request_s_own(patched, manager):
+def test_error_in_the_reasoning_end_ends_only_its_own_request(patched, manager):
     def is_reasoning_end(*_: Any) -> bool:
         raise KeyError("no such token")
 
@@ -171,20 +173,11 @@ def test_an_error_about_where_the_reasoning_ends_is_the_request_s_own(patched, m
         assert list(reported(manager)) == ["broken"], "once"
 
 
-def test_each_request_is_compiled_by_the_backend_it_was_validated_for(patched, manager):
+def test_each_request_is_compiled_by_the_backend_that_validated_it(patched, manager):
     asked = [("a", "xgrammar"), ("not xgrammar", "guidance"), ("b", "xgrammar"), ("c", "guidance")]
-
-    def backends() -> list[str]:
-        grammars = compiled(manager, *(a_request(str(n), *each) for n, each in enumerate(asked)))
-        return [grammar.backend for grammar in grammars]
-
-    # vllm-ascend 0.23 says what vLLM 0.33 says
-    said = "only supports one backend per engine" + ("" if LINE == "0.33" else "|xgrammar does not know this")
-    with patched(), pytest.raises(Exception, match=said):
-        backends()
-    manager.__init__(manager.vllm_config)
     with patched("grammar-backends"):
-        assert backends() == [backend for _, backend in asked]
+        grammars = compiled(manager, *(a_request(str(n), *each) for n, each in enumerate(asked)))
+        assert [grammar.backend for grammar in grammars] == [backend for _, backend in asked]
         first = manager.backend
         made = [own.backend for own in vars(manager)["_npu_gptoss_backends"].values()]
         assert len(made) == 2
@@ -194,7 +187,7 @@ def test_each_request_is_compiled_by_the_backend_it_was_validated_for(patched, m
 
 
 @not_0_33
-def test_both_repairs_together_report_what_the_second_backend_refuses(patched, manager):
+def test_both_repairs_report_an_error_of_the_second_backend(patched, manager):
     with patched("grammar-errors", "grammar-backends"):
         good, bad = compiled(manager, a_request("good", "a"), a_request("bad", "not guidance", "guidance"))
         assert isinstance(good, GuardedGrammar)
@@ -203,7 +196,7 @@ def test_both_repairs_together_report_what_the_second_backend_refuses(patched, m
 
 
 @not_0_33
-def test_a_vllm_that_hands_a_backend_other_arguments_is_left_as_it_is(patched):
+def test_vllm_with_other_backend_arguments_is_not_patched(patched):
     def otherwise(self: Any, request: Any) -> Any:
         return self.backend.compile_grammar(request)
 
@@ -216,7 +209,7 @@ def test_a_vllm_that_hands_a_backend_other_arguments_is_left_as_it_is(patched):
         install(types.SimpleNamespace(StructuredOutputManager=manager))
 
 
-def test_a_backend_of_another_mask_is_refused(patched, manager, monkeypatch):
+def test_backend_with_another_mask_layout_is_refused(patched, manager, monkeypatch):
     monkeypatch.setattr(structured_output, "GuidanceBackend", backend_named("guidance", width=99))
     with patched("grammar-backends"):
         manager.grammar_init(a_request("first", "a"))
@@ -227,8 +220,8 @@ def test_a_backend_of_another_mask_is_refused(patched, manager, monkeypatch):
         manager.grammar_init(a_request("fourth", "a"))
 
 
-def test_vllm_s_own_backends_write_masks_of_one_layout():
-    """So that one engine can hold them side by side."""
+def test_vllms_own_backends_use_one_mask_layout():
+    """Required for two backends in one engine."""
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 

@@ -1,4 +1,4 @@
-"""A start looks at our model's class without another process that imports vLLM, and finds what that one finds."""
+"""Our model's class is inspected without another process, with the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = "vllm.model_executor.models.opt", "OPTForCausalLM"
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was looked at in another process, which is asked here instead."""
+    """Architectures that were inspected in another process; here that runs in this process."""
     asked: list[str] = []
 
     def run(look):
@@ -36,11 +36,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_our_class_is_looked_at_in_the_process_itself(patched, processes) -> None:
+def test_our_class_is_inspected_in_the_same_process(patched, processes) -> None:
     model = registry._LazyRegisteredModel(MODULE, NAME)
     with patched():
         stock = model.inspect_model_cls()
-    assert processes == [NAME], "stock vLLM starts one each time"
     with patched("model-inspection"):
         assert model.inspect_model_cls() == stock
     assert processes == [NAME]
@@ -48,7 +47,7 @@ def test_our_class_is_looked_at_in_the_process_itself(patched, processes) -> Non
     assert stock.supports_pp
 
 
-def test_another_s_class_is_left_to_vllm(patched, processes) -> None:
+def test_other_classes_are_left_to_vllm(patched, processes) -> None:
     with patched("model-inspection"):
         registry._LazyRegisteredModel(*OTHER).inspect_model_cls()
     assert processes == [OTHER[1]]
@@ -56,8 +55,8 @@ def test_another_s_class_is_left_to_vllm(patched, processes) -> None:
 
 @pytest.mark.emulated
 @pytest.mark.slow
-def test_our_class_starts_no_npu_as_it_is_looked_at() -> None:
-    """Or the engine, which is forked later, could not use it."""
+def test_inspection_of_our_class_starts_no_npu() -> None:
+    """Otherwise the engine, which is forked later, could not use the device."""
     place = venv(Machine())
     code = (
         "import torch, torch_npu; from vllm import ModelRegistry; from vllm.plugins import load_general_plugins; "

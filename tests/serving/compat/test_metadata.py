@@ -1,4 +1,4 @@
-"""What is not handed to the device again is what it has: whoever writes between two steps, and whatever changes."""
+"""Repeated data is not copied to the device again; every change and every foreign write causes a new copy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.serving
 
 @pytest.fixture(autouse=True)
 def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's way without pinned memory, where there is none."""
+    """Uses vLLM's path without pinned memory if there is none."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
 
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What goes to the device, in order."""
+    """Records the copies to the device, in order."""
     seen: list[Any] = []
     copy = buffer_utils.UvaBufferPool.copy_to_uva
 
@@ -35,23 +35,22 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(np.array(x))
         return copy(self, x)
 
-    counted.__npu_gptoss_replaces__ = copy  # the repair looks at vLLM's own
+    counted.__npu_gptoss_replaces__ = copy  # the repair reads vLLM's own
     monkeypatch.setattr(buffer_utils.UvaBufferPool, "copy_to_uva", counted)
     return seen
 
 
-def test_a_table_is_staged_when_it_has_changed_and_only_then(patched, staged):
-    for repairs, expected in ((("unchanged-tables",), 3), ((), 6)):
-        with patched(*repairs):
-            table = buffer_utils.UvaBackedTensor(4, torch.int32)
-            staged.clear()
-            for value in (5, 5, 5, 6, 5, 5):
-                table.np[1] = value
-                assert table.copy_to_uva().tolist() == table.gpu.tolist() == [0, value, 0, 0]
-            assert len(staged) == expected
+def test_table_is_copied_only_after_a_change(patched, staged):
+    with patched("unchanged-tables"):
+        table = buffer_utils.UvaBackedTensor(4, torch.int32)
+        staged.clear()
+        for value in (5, 5, 5, 6, 5, 5):
+            table.np[1] = value
+            assert table.copy_to_uva().tolist() == table.gpu.tolist() == [0, value, 0, 0]
+        assert len(staged) == 3
 
 
-def test_a_table_is_staged_anew_after_another_copied_it(patched):
+def test_table_is_copied_again_after_another_copy(patched):
     with patched("unchanged-tables"):
         table = buffer_utils.UvaBackedTensor(4, torch.int32)
         table.np[0] = 1
@@ -71,7 +70,7 @@ def to_device(data: Any, **where: Any) -> torch.Tensor:
     return model_runner.async_tensor_h2d(data, **where)
 
 
-def test_the_rows_requests_are_sent_when_they_have_changed(patched):
+def test_row_indices_are_sent_after_a_change(patched):
     with patched("unchanged-rows"):
         kept = to_device(np.array([3, 1]), device="cpu", dtype=torch.int64)
         assert to_device(np.array([3, 1]), device="cpu", dtype=torch.int64) is kept
@@ -92,7 +91,7 @@ def test_the_rows_requests_are_sent_when_they_have_changed(patched):
     ],
     ids=["whole", "part", "out", "stock"],
 )
-def test_starts_are_written_again_after_somebody_else_wrote(patched, write):
+def test_starts_are_written_again_after_a_foreign_write(patched, write):
     starts, out = np.array([0, 1, 2], dtype=np.int32), torch.zeros(3, dtype=torch.int32)
     with patched("unchanged-rows"), torch.inference_mode():
         to_device(starts, out=out)
@@ -103,13 +102,13 @@ def test_starts_are_written_again_after_somebody_else_wrote(patched, write):
         to_device(starts, out=out)
         assert out.tolist() == [0, 1, 2]
         to_device(starts, out=torch.zeros(3, dtype=torch.int32))
-        inference = torch.zeros(3, dtype=torch.int32)  # made here, it counts no changes
+        inference = torch.zeros(3, dtype=torch.int32)  # made in inference mode: it has no version
         for value in (1, 2):
             inference.fill_(value)
             assert to_device(starts, out=inference).tolist() == [0, 1, 2]
 
 
-def test_views_of_slots_are_those_of_this_step(patched):
+def test_slot_views_match_the_current_step(patched):
     groups = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(layer_names=["a", "b"]), SimpleNamespace(layer_names=["c"])]
     )

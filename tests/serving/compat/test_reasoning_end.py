@@ -1,4 +1,4 @@
-"""Structured output: bfloat16 logits on CPU must not end the engine, and only the answer of this turn is bound."""
+"""Structured output: bfloat16 logits on a CPU do not end the engine, and only the answer of this turn is restricted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_bfloat16_logits_are_masked_instead_of_ending_the_engine(patched):
     assert torch.equal(logits[1, [3, 40]], untouched[1, [3, 40]])
 
 
-def test_float32_logits_take_the_same_path_as_before(patched):
+def test_float32_logits_are_masked_as_before(patched):
     with patched():
         expected = masked(torch.float32)
     with patched("cpu-grammar-bitmask"):
@@ -57,7 +57,7 @@ THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 
 @pytest.fixture
 def answer_begins(library):  # noqa: F811
-    """Asks vLLM's parser whether the grammar binds from here on."""
+    """Asks vLLM's parser whether the grammar applies from here on."""
 
     class Tokenizer:
         def encode(self, text: str) -> list[int]:
@@ -67,31 +67,25 @@ def answer_begins(library):  # noqa: F811
     return lambda text: parser.is_reasoning_end(parser.model_tokenizer.encode(text))
 
 
-def test_an_earlier_answer_does_not_bind_the_first_token_of_this_turn(patched, answer_begins):
-    with patched():
-        assert answer_begins(EARLIER)
+HEADER = "<|start|>assistant<|channel|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "begun"),
+    [
+        (EARLIER, False),
+        (EARLIER + THOUGHT, False),
+        (EARLIER + THOUGHT + "<|channel|>final<|message|>", True),
+        (EARLIER + THOUGHT + '<|channel|>final<|message|>{"a": 1', True),
+        (HEADER + "final <|constrain|>json<|message|>", True),
+        (HEADER + "final <|constrain|>json", False),
+        (HEADER + "commentary to=functions.f <|constrain|>json<|message|>", False),
+        ("<|start|>user<|message|>final", False),
+        ("<|start|>user<|channel|>final<|message|>", False),
+        (HEADER + "analysis<|message|><|channel|>final<|message|>", False),
+        ("The season is", True),  # /v1/completions
+    ],
+)
+def test_structure_applies_from_the_answer_of_this_turn(patched, answer_begins, text, begun):
     with patched("reasoning-end"):
-        assert not answer_begins(EARLIER)
-        assert not answer_begins(EARLIER + THOUGHT)
-        assert answer_begins(EARLIER + THOUGHT + "<|channel|>final<|message|>")
-        assert answer_begins(EARLIER + THOUGHT + '<|channel|>final<|message|>{"a": 1')
-
-
-def test_the_header_for_json_begins_the_answer(patched, answer_begins):
-    with patched():
-        assert not answer_begins("<|start|>assistant<|channel|>final <|constrain|>json<|message|>")
-    with patched("reasoning-end"):
-        assert answer_begins("<|start|>assistant<|channel|>final <|constrain|>json<|message|>")
-        assert not answer_begins("<|start|>assistant<|channel|>final <|constrain|>json")
-        assert not answer_begins("<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>")
-        assert not answer_begins("<|start|>user<|message|>final")
-        assert not answer_begins("<|start|>user<|channel|>final<|message|>")
-        assert not answer_begins("<|start|>assistant<|channel|>analysis<|message|><|channel|>final<|message|>")
-
-
-def test_a_grammar_binds_a_plain_text_from_its_first_token(patched, answer_begins):
-    """/v1/completions: a structure was taken, and never applied."""
-    with patched():
-        assert not answer_begins("The season is")
-    with patched("reasoning-end"):
-        assert answer_begins("The season is")
+        assert answer_begins(text) is begun

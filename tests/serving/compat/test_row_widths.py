@@ -1,4 +1,4 @@
-"""What a row of the second runner's tables does not hold is refused by name before the engine hears of it."""
+"""Requests that exceed a row of the V2 runner's tables are refused by field before the engine gets them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EOS = [200_002, 199_999, 200_012]
 
 
 def made(sampling: SamplingParams) -> SamplingParams:
-    """As vLLM's own code makes it for the engine; a tokenizer of a token a character."""
+    """Sampling parameters as vLLM's own code makes them for the engine, with a tokenizer of one token per character."""
     tokenizer = SimpleNamespace(encode=lambda text, **_: [ord(each) for each in text], max_token_id=200_018)
     reader = SimpleNamespace(
         tokenizer=tokenizer,
@@ -43,7 +43,7 @@ def made(sampling: SamplingParams) -> SamplingParams:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The runner's tables of one row, which take a request or raise."""
+    """The runner's tables with one row: they accept a request or raise."""
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
     rows = SimpleNamespace(
         max_num_reqs=1, device=torch.device("cpu"), prompt_len=SimpleNamespace(np=np.ones(1, dtype=np.int32))
@@ -66,8 +66,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("bad_words", 1024, lambda count: {"bad_words": ["a" * 256, "b" * 256, "c" * 256, "d" * (count - 768)]}),
     ],
 )
-def test_more_than_a_row_holds_is_refused(patched: Any, taken: Any, name: str, most: int, fields: Any) -> None:
-    """The worker's exception was the engine's end."""
+def test_request_wider_than_a_row_is_refused(patched: Any, taken: Any, name: str, most: int, fields: Any) -> None:
+    """Otherwise the worker's exception ends the engine."""
     with patched("row-widths"):
         taken(made(SamplingParams(**fields(most))))
         with pytest.raises(VLLMValidationError, match=f"{name}: expected at most") as refused:
@@ -77,6 +77,6 @@ def test_more_than_a_row_holds_is_refused(patched: Any, taken: Any, name: str, m
         taken(made(SamplingParams(**fields(most + 1))))
 
 
-def test_stop_tokens_that_nothing_suppresses_are_in_no_table(patched: Any, taken: Any) -> None:
+def test_stop_tokens_without_min_tokens_need_no_row(patched: Any, taken: Any) -> None:
     with patched("row-widths"):
         taken(made(SamplingParams(stop_token_ids=list(range(1000)))))

@@ -1,8 +1,7 @@
-"""A request that decodes within its last block keeps the blocks, and leaves the pool, that vLLM's own code would.
+"""With the repairs, a request that decodes within its last block keeps the same blocks, and the pool stays the same.
 
 vLLM's scheduler runs random schedules with the repairs and without: arrivals with common beginnings, prompts in chunks,
-drafts that are rejected, stops, aborts and preemptions. After each step all that it hands out and all that it keeps
-must be the same.
+rejected drafts, stops, aborts and preemptions. After each step its outputs and its state must be equal.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def scheduler(model: str, way: Way) -> Scheduler:
 
 
 def kept(of: Scheduler) -> dict[str, Any]:
-    """All that a scheduler keeps of blocks and requests, the order in which blocks are given out included."""
+    """Returns a scheduler's state of blocks and requests, including the order of the free blocks."""
     manager = of.kv_cache_manager
     return {
         "tables": [
@@ -113,7 +112,7 @@ def kept(of: Scheduler) -> dict[str, Any]:
 
 
 def told(value: Any) -> Any:
-    """As plain data, without the moments at which it was."""
+    """Converts a value to plain data without timestamps."""
     if dataclasses.is_dataclass(value):
         return {field.name: told(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "__struct_fields__"):
@@ -126,7 +125,7 @@ def told(value: Any) -> Any:
 
 
 def history(model: str, way: Way, seed: int) -> list[Any]:
-    """Of each step what the scheduler handed out, what it answered to the model's tokens, and what it kept."""
+    """Returns for each step the scheduler's output, its answer to the model's tokens, and its state."""
     init_none_hash(sha256)
     draw, at = random.Random(seed), scheduler(model, way)
     hasher = get_request_block_hasher(BLOCK, sha256) if way.caching else None
@@ -197,7 +196,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_every_step_is_what_it_was(patched: Callable[..., Any], model: str, name: str) -> None:
+def test_every_step_equals_vllms_own(patched: Callable[..., Any], model: str, name: str) -> None:
     preempted = finished = told_of = 0
     for seed in range(3):
         with patched():
@@ -216,7 +215,7 @@ def test_every_step_is_what_it_was(patched: Callable[..., Any], model: str, name
 
 
 @pytest.mark.parametrize("spoilt", ["border", "window", "commit"])
-def test_a_border_overlooked_is_seen(
+def test_overlooked_block_end_is_detected(
     patched: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
     with patched():
@@ -237,12 +236,12 @@ def test_a_border_overlooked_is_seen(
     with patched(*REPAIRS):
         try:
             found = [history(model, Way(), seed) for seed in range(2)]
-        except AssertionError:  # vLLM's own, of a state that cannot be
+        except AssertionError:  # vLLM's own, of an impossible state
             return
     assert found != expected
 
 
-def test_most_steps_of_decode_ask_nothing_of_the_groups(
+def test_most_decode_steps_skip_the_groups(
     patched: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the tests above compare vLLM's code with itself."""
@@ -262,4 +261,4 @@ def test_most_steps_of_decode_ask_nothing_of_the_groups(
         with patched(*repairs):
             history(model, Way(blocks=600), 0)
         calls.append(len(asked))
-    assert calls[1] < 0.6 * calls[0]  # of four tokens one crosses a border, and another the window's
+    assert calls[1] < 0.6 * calls[0]  # of four tokens one crosses a block's end, and another the window's

@@ -1,4 +1,4 @@
-"""What the end of vLLM 0.11's server is called. Real ends: tests/serving/test_shutdown.py."""
+"""Status and message when vLLM 0.11's server or engine ends. Real servers: tests/serving/test_shutdown.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.serving
 
 
 @pytest.mark.parametrize("error", [stopping_error()(), EngineDeadError()])
-def test_answer_that_the_engines_end_took_may_be_asked_for_again(patched, error):
+def test_answer_cut_by_the_engines_end_gets_503(patched, error):
     with patched("admission"):
         app = api_server.build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
 
@@ -39,7 +39,7 @@ def test_answer_that_the_engines_end_took_may_be_asked_for_again(patched, error)
         assert client.get("/failed").status_code == 500
 
 
-def test_stream_that_the_engines_end_took_is_no_bad_request(patched: Any) -> None:
+def test_stream_cut_by_the_engines_end_is_no_bad_request(patched: Any) -> None:
     with patched("context-length"):
         serving = types.SimpleNamespace(log_error_stack=False)
         serving.create_error_response = lambda **fields: OpenAIServing.create_error_response(serving, **fields)
