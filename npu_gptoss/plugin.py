@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 
-from npu_gptoss.serving.lines import LINES, Line, installed_vllm, line_of
+from npu_gptoss.serving.releases import RELEASES, Release, installed_vllm, release_of
 
 ARCHITECTURE = "GptOssForCausalLM"
 # Seconds until an idle connection is closed. vLLM's 5 equal the limit of OpenAI's clients, whose next request can then
@@ -25,12 +25,12 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 def version_objection(installed: str | None) -> str | None:
     """A sentence if this vLLM is not a supported release; None if it is."""
-    if line_of(installed):
+    if release_of(installed):
         return None
-    supported = " or ".join(f"{line.vllm.recommended} ({', '.join(line.devices)})" for line in LINES)
+    supported = " or ".join(f"{row.vllm.recommended} ({', '.join(row.devices)})" for row in RELEASES)
     found = f"vLLM {installed} is installed" if installed else "the installed vLLM carries no version"
     return (
-        f"npu-gptoss supports vLLM {supported} (and local builds, such as {LINES[0].vllm.recommended}+empty), but "
+        f"npu-gptoss supports vLLM {supported} (and local builds, such as {RELEASES[0].vllm.recommended}+empty), but "
         f"{found}, so vLLM's own gpt-oss model is used. Install vLLM {supported} to use npu-gptoss."
     )
 
@@ -46,8 +46,8 @@ def register() -> None:
         logger.info("NPU_GPTOSS=0: npu-gptoss leaves everything to vLLM.")
         return
     release = installed_vllm()
-    line = line_of(release)
-    if line is None:
+    row = release_of(release)
+    if row is None:
         logger.warning("%s", version_objection(release))
         return
 
@@ -61,28 +61,28 @@ def register() -> None:
     compat.apply()
     false_alarms.silence()
 
-    from npu_gptoss.serving.lines.vllm import current_platform
+    from npu_gptoss.serving.releases.vllm import current_platform
 
-    if current_platform.device_type not in line.devices:
+    if current_platform.device_type not in row.devices:
         logger.info(
             "npu-gptoss leaves the model to vLLM on %s; it serves gpt-oss itself on %s.",
             current_platform.device_type or "this platform",
-            " and ".join(line.devices),
+            " and ".join(row.devices),
         )
         return
 
     from npu_gptoss.serving import limits
 
-    line.module("vllm").register_formats()
+    row.module("vllm").register_formats()
     limits.register(ARCHITECTURE)
-    _register_model(line)
+    _register_model(row)
 
 
-def _register_model(line: Line) -> None:
-    from npu_gptoss.serving.lines.vllm import ModelRegistry
+def _register_model(row: Release) -> None:
+    from npu_gptoss.serving.releases.vllm import ModelRegistry
 
-    module, _, name = line.model.partition(":")
+    module, _, name = row.model.partition(":")
     known = ModelRegistry.models.get(ARCHITECTURE)
     if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
         ModelRegistry.models.pop(ARCHITECTURE, None)  # vLLM warns of a registered name
-        ModelRegistry.register_model(ARCHITECTURE, line.model)  # by name: imports the class only where it is needed
+        ModelRegistry.register_model(ARCHITECTURE, row.model)  # by name: imports the class only where it is needed

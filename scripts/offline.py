@@ -23,7 +23,7 @@ from openai_harmony import Role
 from npu_gptoss.frontend.turn import Turn
 from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.harmony.parser import Kind, TolerantParser
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

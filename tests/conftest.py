@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from emulator.tests.conftest import pytest_configure  # noqa: F401  a named environment must exist
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.releases import here
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
 if not any(Path("/dev").glob("nvidia[0-9]*")):

@@ -39,12 +39,13 @@ def of_stack(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Refusal]:
     """A refusal of each package of a card's stack, for the CANN 9.1 stack."""
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.10.0"))
-        patched.setitem(sys.modules, "npu_gptoss.serving.lines.ascend", SimpleNamespace(LAUNCHED=[("os.path", "join")]))
+        launched = SimpleNamespace(LAUNCHED=[("os.path", "join")])
+        patched.setitem(sys.modules, "npu_gptoss.serving.releases.ascend", launched)
         patched.setattr(torch.ops, "npu", SimpleNamespace(), raising=False)
         patched.setattr(ascend.cann, "find_toolkit", lambda: (folder, ""))
         patched.setattr(ascend.cann, "toolkit_version", lambda place: "9.1.0-beta.1")
         patched.setattr(ascend.ctypes, "CDLL", lambda name: SimpleNamespace())
-        patched.setattr(ascend.lines, "ascend_line", lambda: ascend.lines.ASCEND_LINES[1])
+        patched.setattr(ascend.lines, "ascend_release", lambda: ascend.releases.ASCEND_RELEASES[1])
         found = [ascend.event_objection(), ascend.cann_objection(), ascend.operator_objection()]
         for version in (None, "3.2.0"):
             patched.setattr(ascend.lines, "installed", lambda *names, version=version: version)

@@ -15,7 +15,7 @@ from npu_gptoss import cann as installed
 from npu_gptoss.cann import parse
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.serving.lines import ASCEND_LINES, Line, between
+from npu_gptoss.serving.releases import ASCEND_RELEASES, Release, between
 
 ATB_VARIABLE = "ATB_HOME_PATH"
 NNAL = "/usr/local/Ascend/nnal/atb"
@@ -43,8 +43,8 @@ def _script(folder: Path) -> Path:
 def toolkit(here: Machine) -> Iterator[Finding]:
     place, variable, text = find_toolkit(here)
     install = (
-        f"Install CANN {here.line.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: "
-        f"{_image(here.line)}."
+        f"Install CANN {here.release.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: "
+        f"{_image(here.release)}."
     )
     if place is None:
         yield failed("No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install)
@@ -64,14 +64,14 @@ def toolkit(here: Machine) -> Iterator[Finding]:
         )
 
 
-def _image(line: Line) -> str:
-    return f"the image `cann:{line.image}` has it"
+def _image(row: Release) -> str:
+    return f"the image `cann:{row.image}` has it"
 
 
 def _verdict(text: str, place: Path, install: str, here: Machine) -> Finding:
-    version, line = parse(text), here.line
+    version, row = parse(text), here.release
     named = f"CANN {text} ({place})"
-    first = ASCEND_LINES[0].cann.releases[0]
+    first = ASCEND_RELEASES[0].cann.releases[0]
     lowest = parse(first)
     if wrong := installed.defect(text, installed.built(place)):
         return failed(f"{named} is {wrong}.", install)
@@ -88,20 +88,20 @@ def _verdict(text: str, place: Path, install: str, here: Machine) -> Finding:
             install,
         )
     release = f"{version.series[0]}.{version.series[1]}.{version.release}"
-    if release in line.cann.releases and not version.prerelease:
-        if release == line.cann.recommended or here.emulated:
+    if release in row.cann.releases and not version.prerelease:
+        if release == row.cann.recommended or here.emulated:
             return ok(f"{named}.")
         return warning(
-            f"{named} may serve; {line.cann.recommended} came later, and what was mended in the operators since "
+            f"{named} may serve; {row.cann.recommended} came later, and what was mended in the operators since "
             "can only be there.",
-            f"Where you are free to choose, take {line.cann.recommended}: {_image(line)}.",
+            f"Where you are free to choose, take {row.cann.recommended}: {_image(row)}.",
         )
     if here.emulated:
         return ok(f"{named}: emulated, to see what its rules refuse.")
     if fits := between(version.series):
         return failed(f"{named}: this package serves on none of that series. {fits}.", _what_fits())
     return warning(
-        f"{named} is not one of {', '.join(line.cann.releases)}, for which torch-npu {line.torch_npu.recommended} "
+        f"{named} is not one of {', '.join(row.cann.releases)}, for which torch-npu {row.torch_npu.recommended} "
         "and this package's operator calls are made.",
         install,
     )
@@ -109,9 +109,9 @@ def _verdict(text: str, place: Path, install: str, here: Machine) -> Finding:
 
 def _what_fits() -> str:
     stacks = [
-        f"CANN {line.cann.recommended} with vllm-ascend {line.vllm_ascend.recommended} and torch-npu "
-        f"{line.torch_npu.recommended} (`cann:{line.image}`)"
-        for line in ASCEND_LINES
+        f"CANN {row.cann.recommended} with vllm-ascend {row.vllm_ascend.recommended} and torch-npu "
+        f"{row.torch_npu.recommended} (`cann:{row.image}`)"
+        for row in ASCEND_RELEASES
     ]
     return f"Use {', or '.join(stacks)}; a container has it beside the CANN of the host, and needs only its driver."
 
@@ -149,7 +149,7 @@ def nnal(here: Machine) -> Finding:
 def driver(here: Machine) -> Finding:
     folder = here.path(DRIVER_FOLDER)
     text = installed.driver_version(here.root)
-    cann, (named, oldest) = here.line.cann.releases[0], here.line.driver
+    cann, (named, oldest) = here.release.cann.releases[0], here.release.driver
     mount = f"in a container, mount {DRIVER_FOLDER}/version.info and {DRIVER_FOLDER}/lib64 of the host into it"
     if not text and not (folder / "lib64").is_dir():
         return failed(

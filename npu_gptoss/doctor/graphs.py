@@ -30,7 +30,7 @@ def graphs(here: Machine, model: Path | None, ranks: int, max_num_seqs: int) -> 
             ("gpt-oss-120b", PUBLISHED_120B.num_hidden_layers, 4),
         ]
     for name, layers, cards in models:
-        yield _budget(name, layers, cards, max_num_seqs, aiv, here.line.reckons_streams)
+        yield _budget(name, layers, cards, max_num_seqs, aiv, here.release.reckons_streams)
 
 
 def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool, thinned_out: bool) -> Finding:

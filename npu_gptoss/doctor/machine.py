@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from npu_gptoss import cann
-from npu_gptoss.serving.lines import LINES, Line, find_vllm, line_of, line_of_cann
+from npu_gptoss.serving.releases import RELEASES, Release, find_vllm, release_of, release_of_cann
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
@@ -57,14 +57,14 @@ class Machine:
         return self.version("vllm-ascend") or self.version("vllm_ascend")
 
     @property
-    def line(self) -> Line:
+    def release(self) -> Release:
         """The release that this machine is compared with: by its vLLM, else by its CANN, else the first for its
         device."""
         device = DEVICE_TYPES[self.platform()[0]]
-        fitting = [line for line in LINES if device in line.devices]
+        fitting = [row for row in RELEASES if device in row.devices]
         place, _ = cann.find_toolkit(self.environ, self.root)
-        of_cann = line_of_cann(cann.series(cann.toolkit_version(place))) if place else None
-        return next((line for line in (line_of(self.vllm), of_cann) if line in fitting), fitting[0])
+        of_cann = release_of_cann(cann.series(cann.toolkit_version(place))) if place else None
+        return next((line for line in (release_of(self.vllm), of_cann) if line in fitting), fitting[0])
 
     def device_files(self, pattern: str) -> list[Path]:
         return sorted((self.root / "dev").glob(pattern))

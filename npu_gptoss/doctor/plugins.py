@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint
 from npu_gptoss import plugin as entry
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, DEVICE_TYPES, Machine
-from npu_gptoss.serving import lines
 from npu_gptoss.serving import platform as cpu_platform
+from npu_gptoss.serving import releases
 
 GENERAL = "vllm.general_plugins"
 OURS, VALUE = "npu_gptoss", "npu_gptoss.plugin:register"
@@ -149,7 +149,7 @@ def registration(here: Machine) -> Finding:
             f"vLLM takes this machine for {device or 'no platform'}, expected {wanted}.",
             "Do as the checks of platform and plugins say; the server's log names the platform at its start.",
         )
-    ours = lines.here()
+    ours = releases.here()
     if wanted in ours.devices and model != ours.model:
         return failed(
             f"vLLM would run {model} for {entry.ARCHITECTURE}, not {ours.model}: another plugin replaces it.",

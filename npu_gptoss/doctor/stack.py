@@ -10,7 +10,7 @@ from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, DEVICE_TYPES, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.serving.lines import TORCH_OLDEST, line_of, silent_defect
+from npu_gptoss.serving.releases import TORCH_OLDEST, release_of, silent_defect
 
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (docs/installation.md)"
@@ -32,22 +32,22 @@ def machine(here: Machine) -> Finding:
 
 
 def python(here: Machine) -> Finding:
-    line = here.line
+    row = here.release
     release = ".".join(map(str, here.python))
     minor = ".".join(map(str, here.python[:2]))
     ascend = here.platform()[0] == ASCEND
-    tested = line.python_on_ascend if ascend else line.python
+    tested = row.python_on_ascend if ascend else row.python
     if minor in tested:
         return ok(f"Python {release}.")
-    if ascend and minor in line.python and here.python < (3, 12):
+    if ascend and minor in row.python and here.python < (3, 12):
         return warning(
-            f"Python {release}: vllm-ascend {line.vllm_ascend.recommended} has wheels for it, but everything here is "
+            f"Python {release}: vllm-ascend {row.vllm_ascend.recommended} has wheels for it, but everything here is "
             f"tested on {tested[0]}.",
             f"Use Python {tested[0]}.",
         )
     if ascend:
         return failed(
-            f"Python {release}: vllm-ascend {line.vllm_ascend.recommended} has no wheel for it.",
+            f"Python {release}: vllm-ascend {row.vllm_ascend.recommended} has no wheel for it.",
             f"Make the environment with Python {tested[0]}.",
         )
     if here.python[:2] < tuple(map(int, tested[0].split("."))):
@@ -65,17 +65,17 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 def torch(here: Machine) -> Finding:
-    line = here.line
+    row = here.release
     release = here.version("torch")
     if here.platform()[0] == ASCEND:
-        recommended = line.torch.recommended
+        recommended = row.torch.recommended
         remedy = f"Install torch {recommended}: `pip install torch=={recommended}` (on x86_64 its CPU build)."
         if release is None:
             return failed("torch is not installed.", remedy)
-        if line.torch.has(release):
+        if row.torch.has(release):
             return ok(f"torch {release}.")
         return failed(
-            f"torch {release}: torch-npu {line.torch_npu.recommended} is compiled against torch {recommended} and "
+            f"torch {release}: torch-npu {row.torch_npu.recommended} is compiled against torch {recommended} and "
             "does not load with another.",
             remedy,
         )
@@ -89,12 +89,12 @@ def torch(here: Machine) -> Finding:
 
 @on_ascend("torch-npu")
 def torch_npu(here: Machine) -> Finding:
-    line = here.line
+    row = here.release
     release = here.version("torch-npu") or here.version("torch_npu")
-    remedy = f"`pip install torch-npu=={line.torch_npu.recommended}`."
+    remedy = f"`pip install torch-npu=={row.torch_npu.recommended}`."
     if release is None:
         return failed("torch-npu is not installed, so torch knows no NPU.", remedy)
-    if line.torch_npu.has(release):
+    if row.torch_npu.has(release):
         return ok(f"torch-npu {release}.")
     if (post := re.match(r"\d+\.\d+\.\d+\.post(\d+)", release)) and int(post[1]) > 1 and cann.series(here) == (8, 3):
         return failed(
@@ -102,15 +102,15 @@ def torch_npu(here: Machine) -> Finding:
             "kernel there (npu_clipped_swiglu is one).",
             remedy,
         )
-    if numbers(release)[:3] == numbers(line.torch_npu.recommended):
+    if numbers(release)[:3] == numbers(row.torch_npu.recommended):
         return warning(
-            f"torch-npu {release} is not one of {', '.join(line.torch_npu.releases)}, which are made for CANN "
-            f"{line.cann.releases[0]}{OTHER_WHEELS.get(line.name, '')}.",
+            f"torch-npu {release} is not one of {', '.join(row.torch_npu.releases)}, which are made for CANN "
+            f"{row.cann.releases[0]}{OTHER_WHEELS.get(row.name, '')}.",
             remedy,
         )
     return failed(
-        f"torch-npu {release}: vllm-ascend {line.vllm_ascend.recommended} rides on torch-npu "
-        f"{line.torch_npu.recommended}.",
+        f"torch-npu {release}: vllm-ascend {row.vllm_ascend.recommended} rides on torch-npu "
+        f"{row.torch_npu.recommended}.",
         remedy,
     )
 
@@ -129,7 +129,7 @@ def vllm(here: Machine) -> Iterator[Finding]:
 
 
 def _vllm(here: Machine) -> Finding:
-    platform, release, wanted = here.platform()[0], here.vllm, here.line.vllm.recommended
+    platform, release, wanted = here.platform()[0], here.vllm, here.release.vllm.recommended
     remedy = f"For vLLM {wanted}, {INSTALL_VLLM}."
     if platform == CUDA:
         remedy = f"`pip install vllm=={wanted}`, or `make serve` in a checkout of npu-gptoss, which sets it up."
@@ -143,7 +143,7 @@ def _vllm(here: Machine) -> Finding:
     if objection:
         sentence, _, rest = objection.partition(". Install")
         return failed(f"{sentence}.", f"Install{rest}" if rest else remedy)
-    served, device = line_of(release), DEVICE_TYPES[platform]
+    served, device = release_of(release), DEVICE_TYPES[platform]
     if device not in served.devices:
         state, stays = (warning, ": gpt-oss stays vLLM's own here") if platform == CUDA else (failed, "")
         return state(
@@ -162,19 +162,19 @@ def _vllm(here: Machine) -> Finding:
 
 @on_ascend("vllm-ascend")
 def vllm_ascend(here: Machine) -> Iterator[Finding]:
-    line = here.line
+    row = here.release
     release = here.vllm_ascend
-    remedy = f"`pip install vllm-ascend=={line.vllm_ascend.recommended}`."
+    remedy = f"`pip install vllm-ascend=={row.vllm_ascend.recommended}`."
     if release is None:
         yield failed("vllm-ascend is not installed, so vLLM knows no Ascend platform.", remedy)
-    elif objection := limits.version_objection(release, line):
+    elif objection := limits.version_objection(release, row):
         defect = silent_defect(numbers(release))
         alone = f" Without this package's model gpt-oss is answered wrongly there, without an error: it {defect}."
         yield failed(f"{objection}.{alone if defect else ''}", remedy)
     else:
         yield ok(f"vllm-ascend {release}.")
     yield from _triton_ascend(here)
-    for name, value, why in line.variables:
+    for name, value, why in row.variables:
         if (found := here.environ.get(name, "")) != value and (found or "+" in (here.vllm or "")):
             yield failed(
                 f"{name}={found or '(not set)'} beside vLLM {here.vllm}: {why}.",
@@ -184,14 +184,14 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
 
 def _triton_ascend(here: Machine) -> Iterator[Finding]:
     """The emulated 910B has a step's kernels without it."""
-    wanted, release = here.line.triton_ascend, here.version("triton-ascend")
+    wanted, release = here.release.triton_ascend, here.version("triton-ascend")
     if wanted is None or here.emulated or wanted.has(release):
         return
-    remedy = f"{limits.triton_remedy(here.line)}."
+    remedy = f"{limits.triton_remedy(here.release)}."
     if release is None:
         yield failed(
-            f"triton-ascend is not installed, and vLLM {here.line.vllm.recommended} launches a Triton kernel in every "
-            "step: the first request ends the server.",
+            f"triton-ascend is not installed, and vLLM {here.release.vllm.recommended} launches a Triton kernel in "
+            "every step: the first request ends the server.",
             remedy,
         )
     else:

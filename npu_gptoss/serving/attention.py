@@ -15,7 +15,7 @@ from npu_gptoss.attention import AttentionMetadata, LayerKernels, paged_attentio
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import selected_kernels
 from npu_gptoss.moe.operations import EXPERTS
-from npu_gptoss.serving.lines.vllm import (
+from npu_gptoss.serving.releases.vllm import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,

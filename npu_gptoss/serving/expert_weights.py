@@ -22,7 +22,7 @@ from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
 from npu_gptoss.moe import expert_format, keeps_format
 from npu_gptoss.moe.operations import experts_call
 from npu_gptoss.moe.packed import rows_of
-from npu_gptoss.serving.lines.vllm import (
+from npu_gptoss.serving.releases.vllm import (
     current_platform,
     expert_share,
     get_dp_group,
@@ -33,7 +33,7 @@ from npu_gptoss.serving.lines.vllm import (
 )
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 

@@ -16,7 +16,7 @@ from npu_gptoss.serving.ascend import limits as ascend
 from npu_gptoss.serving.cuda import limits as cuda
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -25,7 +25,7 @@ LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dum
 
 def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal]]:
     """Yields each refusal, with True if this configuration asks for the setting. A new limit is one more row."""
-    from npu_gptoss.serving.lines.vllm import DRAFTERS, QUANTIZATIONS
+    from npu_gptoss.serving.releases.vllm import DRAFTERS, QUANTIZATIONS
 
     model, cache, parallel, out = config.model_config, config.cache_config, config.parallel_config, "leave it out"
     dtype, load_format = str(model.dtype).removeprefix("torch."), config.load_config.load_format
@@ -68,7 +68,7 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 
     Raises InputError with every refusal at once, and logs the sentence, because vLLM wraps the exception in its own.
     """
-    from npu_gptoss.serving.lines.vllm import as_written, current_platform
+    from npu_gptoss.serving.releases.vllm import as_written, current_platform
 
     found = objections(config, current_platform.device_type)
     try:
@@ -85,7 +85,7 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 def register(architecture: str) -> None:
     """Adds our verification before vLLM's own for this architecture. Idempotent."""
     from npu_gptoss.serving.ascend import sizes as ascend_sizes
-    from npu_gptoss.serving.lines.vllm import MODELS_CONFIG_MAP, count_steps, current_platform
+    from npu_gptoss.serving.releases.vllm import MODELS_CONFIG_MAP, count_steps, current_platform
 
     known = MODELS_CONFIG_MAP[architecture]
     if getattr(known, "limits_of_npu_gptoss", False):

@@ -24,7 +24,7 @@ from npu_gptoss.model.sharding import Shard
 from npu_gptoss.model.values import checked_values
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import FusedMoE
+    from npu_gptoss.serving.releases.vllm import FusedMoE
 
 
 @dataclass(frozen=True)

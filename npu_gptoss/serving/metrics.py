@@ -16,12 +16,12 @@ from prometheus_client import Counter, Gauge
 
 from npu_gptoss import envs
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.lines import installed_vllm, line_of
-from npu_gptoss.serving.lines.vllm import StatLoggerBase, counts_steps, step_of
+from npu_gptoss.serving.releases import installed_vllm, release_of
+from npu_gptoss.serving.releases.vllm import StatLoggerBase, counts_steps, step_of
 from npu_gptoss.serving.steps import EAGER, MODES, Kernels, Step
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 NO_BUCKET = "none"
 LABELS = ("model_name", "engine")  # as on vLLM's own metrics
@@ -74,7 +74,7 @@ class StatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
         self._shown: Kernels = ()
-        supported = envs.get("NPU_GPTOSS") and line_of(installed_vllm()) is not None
+        supported = envs.get("NPU_GPTOSS") and release_of(installed_vllm()) is not None
         ours = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
         self._active = ours and counts_steps(vllm_config)
         if self._active:  # series exist before their first event, so that rates see it

@@ -22,7 +22,8 @@ from npu_gptoss.model.rope import score_scale
 from npu_gptoss.serving import compat, limits, loading
 from npu_gptoss.serving.attention import SinkAttentionBackend
 from npu_gptoss.serving.expert_weights import kept_packed
-from npu_gptoss.serving.lines.vllm import (
+from npu_gptoss.serving.moe import ExpertsConfig, GptOssExpertsMethod
+from npu_gptoss.serving.releases.vllm import (
     EXPERTS_LAYER_OPTIONS,
     Attention,
     AttentionBackend,
@@ -50,7 +51,6 @@ from npu_gptoss.serving.lines.vllm import (
     support_torch_compile,
     tensor_model_parallel_all_gather,
 )
-from npu_gptoss.serving.moe import ExpertsConfig, GptOssExpertsMethod
 from npu_gptoss.serving.rotary import rotary_embedding
 
 

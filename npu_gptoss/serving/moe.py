@@ -17,7 +17,8 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound
 from npu_gptoss.model.config import packed_columns
 from npu_gptoss.moe import ExpertWeights, Mxfp4Experts, bind_route, expert_mlp, mxfp4, prepare_experts, route
-from npu_gptoss.serving.lines.vllm import (
+from npu_gptoss.serving.quantization import OurConfig
+from npu_gptoss.serving.releases.vllm import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     UNUSED_EXPERTS_OPTIONS,
     FusedMoE,
@@ -25,7 +26,6 @@ from npu_gptoss.serving.lines.vllm import (
     FusedMoEQuantConfig,
     activation_name,
 )
-from npu_gptoss.serving.quantization import OurConfig
 
 DUMMY_SCALE = 115  # weights up to 6 * 2 ** -12, about as large as the dummy loader's
 

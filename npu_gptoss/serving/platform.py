@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from npu_gptoss import envs
-from npu_gptoss.serving.lines import installed, installed_vllm
+from npu_gptoss.serving.releases import installed, installed_vllm
 
 CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 GROUP = "vllm.platform_plugins"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving.lines.vllm import MXFP4_NAME as NAME
-from npu_gptoss.serving.lines.vllm import MXFP4_NAMES, QuantizationConfig
+from npu_gptoss.serving.releases.vllm import MXFP4_NAME as NAME
+from npu_gptoss.serving.releases.vllm import MXFP4_NAMES, QuantizationConfig
 
 RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if vLLM asked them first
 
@@ -66,7 +66,7 @@ class GptOssMxfp4Config(OurConfig):
 
 def register() -> None:
     """Registers the format with vLLM, ahead of every rival, and with platforms that keep a list. Idempotent."""
-    from npu_gptoss.serving.lines.vllm import QUANTIZATION_METHODS, current_platform, register_quantization_config
+    from npu_gptoss.serving.releases.vllm import QUANTIZATION_METHODS, current_platform, register_quantization_config
 
     methods = QUANTIZATION_METHODS
     if NAME not in methods:

@@ -12,7 +12,7 @@ from npu_gptoss.model.config_fields import ARCHITECTURE
 
 
 def registered() -> dict[str, str]:
-    from npu_gptoss.serving.lines.vllm import ModelRegistry, current_platform, load_general_plugins
+    from npu_gptoss.serving.releases.vllm import ModelRegistry, current_platform, load_general_plugins
 
     load_general_plugins()
     known = ModelRegistry.models.get(ARCHITECTURE)

@@ -13,7 +13,7 @@ import torch
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import rotation_cache
-from npu_gptoss.serving.lines.vllm import RotaryEmbedding, yarn_rotary
+from npu_gptoss.serving.releases.vllm import RotaryEmbedding, yarn_rotary
 
 _OWNER = "npu_gptoss_config"
 _first_table: list[tuple[object, ...]] = []  # of this process

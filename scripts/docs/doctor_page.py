@@ -13,29 +13,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss.doctor.memory import preset_lines
-from npu_gptoss.serving.lines import ASCEND_LINES, LINES, MADE_FOR, SILENT_DEFECTS, TORCH_OLDEST, Line
+from npu_gptoss.serving.releases import ASCEND_RELEASES, MADE_FOR, RELEASES, SILENT_DEFECTS, TORCH_OLDEST, Release
 from scripts.docs.page_tables import Tables
 
 
 def window() -> str:
-    oldest, on_cpu = ".".join(map(str, TORCH_OLDEST)), next(line for line in LINES if "cpu" in line.devices)
+    oldest, on_cpu = ".".join(map(str, TORCH_OLDEST)), next(row for row in RELEASES if "cpu" in row.devices)
 
-    def column(line: Line) -> tuple[str, ...]:
-        named, (major, minor) = line.driver
+    def column(row: Release) -> tuple[str, ...]:
+        named, (major, minor) = row.driver
         return (
-            ", ".join(line.python_on_ascend),
-            *(", ".join(found.releases) for found in (line.torch, line.torch_npu, line.vllm, line.vllm_ascend)),
-            ", ".join(line.triton_ascend.releases) if line.triton_ascend else "for packed experts only",
-            ", ".join(line.cann.releases) + "; no alpha or beta build",
+            ", ".join(row.python_on_ascend),
+            *(", ".join(found.releases) for found in (row.torch, row.torch_npu, row.vllm, row.vllm_ascend)),
+            ", ".join(row.triton_ascend.releases) if row.triton_ascend else "for packed experts only",
+            ", ".join(row.cann.releases) + "; no alpha or beta build",
             f"{named}; from {major}.{minor} on",
-            ", ".join(f"`{name}={value}`" for name, value, _ in line.variables) or "–",
+            ", ".join(f"`{name}={value}`" for name, value, _ in row.variables) or "–",
         )
 
     names = ("Python", "torch", "torch-npu", "vLLM, built with `VLLM_TARGET_DEVICE=empty`", "vllm-ascend")
     names = (*names, "triton-ascend", "CANN and NNAL", "driver (Ascend HDK)", "variables")
     cpu = (", ".join(on_cpu.python), f"≥ {oldest}", "–", ", ".join(on_cpu.vllm.releases), *("–",) * 5)
-    rows = zip(names, *map(column, ASCEND_LINES), cpu, strict=True)
-    titles = [f"Ascend 910B, CANN {line.cann.recommended.removesuffix('.0')}" for line in ASCEND_LINES]
+    rows = zip(names, *map(column, ASCEND_RELEASES), cpu, strict=True)
+    titles = [f"Ascend 910B, CANN {row.cann.recommended.removesuffix('.0')}" for row in ASCEND_RELEASES]
     head = ["", *titles, "CPU"]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 

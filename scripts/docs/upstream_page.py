@@ -24,7 +24,7 @@ def repairs() -> str:
     for name in dict.fromkeys(patch.name for patch in patches()):
         named = [patch for patch in patches() if patch.name == name]
         first = named[0]
-        releases = ", ".join(release for patch in named for release in patch.lines)
+        releases = ", ".join(release for patch in named for release in patch.releases)
         until = ", ".join(dict.fromkeys(patch.until for patch in named))
         text = f"* **{name}** (`{first.file}`; {releases}; until {until}) {first.reason}"
         if first.upstream != "none found":

@@ -11,7 +11,7 @@ from ascend_emulator.launch import Machine
 from ascend_emulator.stacks import NAMES, named
 
 from emulator.tests.machine import venv
-from npu_gptoss.serving.lines import ASCEND_LINES
+from npu_gptoss.serving.releases import ASCEND_RELEASES
 from scripts.serve_here import tiny_checkpoint
 from tests.docker import engine
 from tests.docker.test_images import COMPOSE, copied
@@ -56,10 +56,10 @@ def test_910b_image_answers_through_run_910b_sh(
     stack: str, docker: engine.Engine, debian: Path, tmp_path: Path
 ) -> None:
     """The image's CANN is the emulated one, its torch the package index's; the other stack's base cannot be pulled."""
-    line = ASCEND_LINES[NAMES.index(stack)]
-    cann = next(version for version in named(stack).cann if version in line.image)
+    row = ASCEND_RELEASES[NAMES.index(stack)]
+    cann = next(version for version in named(stack).cann if version in row.image)
     engine.add_emulated_cann(debian, venv(Machine(cann=cann)), cann)
-    docker.import_base(f"{engine.CANN}:{line.image}", debian, f"ENV LD_LIBRARY_PATH={engine.LIBRARIES}")
+    docker.import_base(f"{engine.CANN}:{row.image}", debian, f"ENV LD_LIBRARY_PATH={engine.LIBRARIES}")
     engine.exchange_torch(tmp_path, [*copied("910b"), "docker/910b.Dockerfile"], debian)
     image = docker.build("910b", tmp_path, STACK=stack, CANN_IMAGE=engine.CANN)
 

@@ -19,7 +19,7 @@ import yaml
 
 from docker import healthcheck, preflight
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.serving.lines import ASCEND_LINES
+from npu_gptoss.serving.releases import ASCEND_RELEASES
 from scripts.serve_here import serving_environment
 from scripts.setup import environments
 from tests.scripts.shell import run as run_script
@@ -94,16 +94,16 @@ def test_each_stack_has_its_base_image_lock_and_variables() -> None:
     names = [name.removeprefix("cann-") for _, _, name in stages if name]
     assert f"\nARG STACK={names[0]}\n" in dockerfile("910b"), "the first by default"
     assert names == list(environments.ASCEND_STACKS)
-    for line, name, (source, _, _) in zip(ASCEND_LINES, names, stages, strict=False):
+    for row, name, (source, _, _) in zip(ASCEND_RELEASES, names, stages, strict=False):
         assert source == f"${{CANN_IMAGE}}:${{CANN_{name.replace('.', '_')}}}"
         tag = arguments[f"CANN_{name.replace('.', '_')}"]
-        assert tag == line.image
+        assert tag == row.image
         release, *rest = tag.split("-")
-        assert release.upper() == line.cann.recommended
-        assert rest == ["910b", "ubuntu22.04", f"py{line.python_on_ascend[0]}"]
+        assert release.upper() == row.cann.recommended
+        assert rest == ["910b", "ubuntu22.04", f"py{row.python_on_ascend[0]}"]
         assert f"requirements/910b-{name}.txt" in copied("910b")
         stage = dockerfile("910b").partition(f"AS cann-{name}\n")[2].partition("FROM")[0]
-        assert re.findall(r"^ENV (.+)", stage, re.M) == [f"{variable}={value}" for variable, value, _ in line.variables]
+        assert re.findall(r"^ENV (.+)", stage, re.M) == [f"{variable}={value}" for variable, value, _ in row.variables]
     assert [value for value, _, name in stages if not name] == ["cann-${STACK}"]
 
 

@@ -122,7 +122,7 @@ def test_an_operator_without_sinks_is_a_failure(monkeypatch, objection, state, p
     ],
 )
 def test_graphs_whose_calls_would_not_wait_for_lengths_are_a_warning(monkeypatch, line, names, state, phrase):
-    monkeypatch.setattr(limits.lines, "ascend_line", lambda: limits.lines.ASCEND_LINES[line])
+    monkeypatch.setattr(limits.releases, "ascend_release", lambda: limits.releases.ASCEND_RELEASES[line])
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.10.0.post4"))
     monkeypatch.setattr(limits.ctypes, "CDLL", lambda name: SimpleNamespace(**dict.fromkeys(names)))
     only(probe.graph_updates(), state, phrase)

@@ -6,7 +6,7 @@ import pytest
 
 from npu_gptoss.doctor import stack
 from npu_gptoss.doctor.findings import Finding
-from npu_gptoss.serving.lines import ASCEND_LINES
+from npu_gptoss.serving.releases import ASCEND_RELEASES
 from scripts.setup.environments import ASCEND_STACKS, REQUIREMENTS, read_pins
 from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, CPU_PACKAGES, ascend, gpu, machine, only, write
 from tests.doctor.test_cann import install_toolkit
@@ -175,7 +175,7 @@ def test_a_9_1_machine_without_triton_ascend_is_not_called_ready(tmp_path, relea
 
 
 def test_the_emulated_environments_are_within_the_window():
-    for line, lock in zip(ASCEND_LINES, ASCEND_STACKS.values(), strict=True):
+    for row, lock in zip(ASCEND_RELEASES, ASCEND_STACKS.values(), strict=True):
         pins = read_pins(REQUIREMENTS / f"{lock}.txt")
-        releases = (line.torch.recommended, line.torch_npu.recommended, line.vllm_ascend.recommended)
+        releases = (row.torch.recommended, row.torch_npu.recommended, row.vllm_ascend.recommended)
         assert releases == (pins["torch"], pins["torch-npu"], pins["vllm-ascend"])

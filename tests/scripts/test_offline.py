@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from npu_gptoss.serving.lines import LINES
+from npu_gptoss.serving.releases import RELEASES
 from scripts import offline
 from tests.scripts.shell import SCRIPTS, environment
 
@@ -60,7 +60,7 @@ def test_a_profiler_is_not_asked_for_as_its_release_reads_it(
     release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """vLLM 0.23 and later do not look at VLLM_TORCH_PROFILER_DIR."""
-    (line,) = (line for line in LINES if line.name == release)
+    (line,) = (row for row in RELEASES if row.name == release)
     monkeypatch.setattr(offline, "here", lambda: line)
     assert offline.main([*HUB.split(), "--dry-run", "--profile", str(tmp_path)]) == 0
     asked = f"profiler_config={{'profiler': 'torch', 'torch_profiler_dir': '{tmp_path}'}}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.kernels.platform import HOPPER, Platform
-from npu_gptoss.serving.lines import LINES
+from npu_gptoss.serving.releases import RELEASES
 from scripts.setup.environments import ASCEND_STACKS, CLIENTS, ENVIRONMENTS, REQUIREMENTS, ROOT, UV, read_pins
 
 ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
@@ -137,8 +137,8 @@ def test_the_environment_for_a_gpu_lacks_nothing_but_what_its_lock_names() -> No
 
 
 def test_the_lock_for_a_gpu_has_the_vllm_and_the_triton_that_serve_there() -> None:
-    (line,) = (line for line in LINES if "cuda" in line.devices)
+    (row,) = (row for row in RELEASES if "cuda" in row.devices)
     cuda = pins("cuda")
-    assert cuda["vllm"] == line.vllm.recommended
+    assert cuda["vllm"] == row.vllm.recommended
     assert HOPPER.reasons_against(Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", cuda["triton"]),))) == []
     assert not {"oss-harmony", "openai-harmony"} <= set(cuda), "they have the same files"

@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode
 
 from npu_gptoss.errors import asked_for
 from npu_gptoss.graphs import buckets
-from npu_gptoss.serving import lines, rotary
+from npu_gptoss.serving import releases, rotary
 from npu_gptoss.serving.ascend import captured, full_graph, limits, probe, sizes, start_check
 from tests.model.published import gpt_oss_20b
 from tests.refused import refused
@@ -124,9 +124,9 @@ def test_either_spelling_of_the_package_is_found(monkeypatch, spelling):
             raise PackageNotFoundError(name)
         return "0.11.0rc2"
 
-    monkeypatch.setattr(lines, "version", version)
+    monkeypatch.setattr(releases, "version", version)
     assert limits.installed() == "0.11.0rc2"
-    monkeypatch.setattr(lines, "version", lambda name: version(""))
+    monkeypatch.setattr(releases, "version", lambda name: version(""))
     assert limits.installed() is None
 
 

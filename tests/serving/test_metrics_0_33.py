@@ -16,7 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from npu_gptoss.serving import metrics
-from npu_gptoss.serving.lines.vllm_0_33 import count_steps
+from npu_gptoss.serving.releases.vllm_0_33 import count_steps
 from npu_gptoss.serving.steps import kernel_report
 
 pytestmark = pytest.mark.serving

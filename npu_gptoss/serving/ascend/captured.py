@@ -20,12 +20,12 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import call_arguments, no_lse
-from npu_gptoss.serving import lines
-from npu_gptoss.serving.lines.vllm import CUDAGraphMode
+from npu_gptoss.serving import releases
+from npu_gptoss.serving.releases.vllm import CUDAGraphMode
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.attention import SinkAttentionImpl
-    from npu_gptoss.serving.lines.vllm import ForwardContext, VllmConfig
+    from npu_gptoss.serving.releases.vllm import ForwardContext, VllmConfig
 
 # Workspaces by the layer's window. The largest size serves all graphs, because their calls run in sequence.
 _workspaces: dict[int | None, torch.Tensor] = {}
@@ -73,14 +73,15 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
     """Returns scratch memory for a call of this size. It is never freed, because graphs hold its address."""
     import torch_npu
 
-    from npu_gptoss.serving.lines.ascend import WORKSPACE
+    from npu_gptoss.serving.releases.ascend import WORKSPACE
 
     asked = (window, arguments["query"].shape[0])
     if asked not in _asked:
         try:
             largest = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(**arguments)
         except RuntimeError:
-            if WORKSPACE is None or not lines.ascend_line().torch_npu.has(importlib.metadata.version("torch-npu")):
+            installed = importlib.metadata.version("torch-npu")
+            if WORKSPACE is None or not releases.ascend_release().torch_npu.has(installed):
                 raise
             largest = own_workspace(WORKSPACE, arguments["query"].device)
         if window not in _workspaces or _workspaces[window].numel() < largest.numel():
@@ -106,7 +107,7 @@ def capture(
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Records the layer's call into the graph under capture. Shapes as in `paged_attention`, one row a request."""
-    from npu_gptoss.serving.lines.ascend import get_graph_params, updates_lengths, weak_ref_tensors
+    from npu_gptoss.serving.releases.ascend import get_graph_params, updates_lengths, weak_ref_tensors
 
     if not updates_lengths():
         raise RuntimeError(
@@ -162,7 +163,7 @@ def update(stream: Any, call: Call, handle: Any, event: Any, lengths: tuple[list
 
 def update_step(update_stream: Any, forward_context: ForwardContext, rows: int) -> bool:
     """Sends our calls in the graph of this size the step's lengths; False if its calls are not ours."""
-    from npu_gptoss.serving.lines.ascend import get_graph_params
+    from npu_gptoss.serving.releases.ascend import get_graph_params
 
     params = get_graph_params()
     calls = params.attn_params[rows]

@@ -19,23 +19,23 @@ from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.ascend import captured, limits, probe, start_check
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
 
 def guard(runner: Any) -> None:
     """Runs steps that do not fit a graph's single call without a full graph, so that the call can be split."""
-    from npu_gptoss.serving.lines import ascend as line
+    from npu_gptoss.serving.releases import ascend as names
 
     config = runner.vllm_config
     if config.model_config.hf_config.model_type == MODEL_TYPE:
-        line.guard(runner, lambda seq_lens: captured.fits_one_call(seq_lens, config))
+        names.guard(runner, lambda seq_lens: captured.fits_one_call(seq_lens, config))
 
 
 def _objection(config: VllmConfig, device: torch.device) -> str | None:
     """Returns the reason why decode steps cannot be captured as a whole here; None if they can."""
-    from npu_gptoss.serving.lines.ascend import layout_objection
+    from npu_gptoss.serving.releases.ascend import layout_objection
 
     if objection := layout_objection(config.parallel_config):
         return objection
@@ -87,6 +87,6 @@ def prepare(config: VllmConfig, device: torch.device) -> None:
     if objection is None:
         return
     logger.warning("FULL_DECODE_ONLY does not work here (%s); graphs are captured PIECEWISE instead.", objection)
-    from npu_gptoss.serving.lines.ascend import capture_piecewise
+    from npu_gptoss.serving.releases.ascend import capture_piecewise
 
     capture_piecewise(config)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from npu_gptoss import cann, envs
 from npu_gptoss.errors import Refusal
-from npu_gptoss.serving import lines
+from npu_gptoss.serving import releases
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -41,12 +41,12 @@ _OPERATOR = "npu_fused_infer_attention_score_v2"
 
 def installed() -> str | None:
     """Returns the version of the installed vllm-ascend; None without metadata."""
-    return lines.installed("vllm-ascend", "vllm_ascend")
+    return releases.installed("vllm-ascend", "vllm_ascend")
 
 
-def version_objection(release: str | None, line: lines.Line | None = None) -> Refusal | None:
+def version_objection(release: str | None, row: releases.Release | None = None) -> Refusal | None:
     """Returns the refusal of a vllm-ascend that is not supported; None if it is."""
-    window = (line or lines.ascend_line()).vllm_ascend
+    window = (row or releases.ascend_release()).vllm_ascend
     if window.has(release):
         return None
     served = " to ".join(dict.fromkeys((window.releases[0], window.releases[-1])))
@@ -59,8 +59,8 @@ def operator_objection() -> Refusal | None:
     import torch
     import torch_npu
 
-    line = lines.ascend_line()
-    remedy = f"install torch-npu {line.torch_npu.recommended} (made for CANN {line.cann.recommended})"
+    row = releases.ascend_release()
+    remedy = f"install torch-npu {row.torch_npu.recommended} (made for CANN {row.cann.recommended})"
     release = getattr(torch_npu, "__version__", "of unknown version")
     overloads = getattr(torch.ops.npu, _OPERATOR, None)
     if overloads is None:
@@ -77,27 +77,27 @@ def cann_objection() -> Refusal | None:
     text = cann.toolkit_version(place) if place else ""
     if not place or not (wrong := cann.defect(text, cann.built(place))):
         return None
-    remedy = f"install CANN {lines.ascend_line().cann.recommended}"
+    remedy = f"install CANN {releases.ascend_release().cann.recommended}"
     return Refusal("CANN", f"{text} ({place})", f"it is {wrong}", remedy)
 
 
 def triton_objection() -> Refusal | None:
     """Returns the refusal of a stack without its Triton: vLLM then has plain functions as kernels, and a step fails."""
-    from npu_gptoss.serving.lines.ascend import LAUNCHED
+    from npu_gptoss.serving.releases.ascend import LAUNCHED
 
     kernels = {name: getattr(importlib.import_module(module), name) for module, name in LAUNCHED}
     plain = [name for name, kernel in kernels.items() if not hasattr(kernel, "__getitem__")]
     if not plain:
         return None
-    line = lines.ascend_line()
-    found = lines.installed("triton-ascend")
+    row = releases.ascend_release()
+    found = releases.installed("triton-ascend")
     why = f"it is {'installed and vLLM does not use it' if found else 'not installed'}, and vLLM"
-    why += f" {line.vllm.recommended} launches {plain[0]} in every step: the first request would end the server"
-    return Refusal("triton-ascend", found, why, f"run {triton_remedy(line)}")
+    why += f" {row.vllm.recommended} launches {plain[0]} in every step: the first request would end the server"
+    return Refusal("triton-ascend", found, why, f"run {triton_remedy(row)}")
 
 
-def triton_remedy(line: lines.Line) -> str:
-    wanted = line.triton_ascend
+def triton_remedy(row: releases.Release) -> str:
+    wanted = row.triton_ascend
     command = f"pip install --no-deps triton-ascend=={wanted.recommended}"
     return f"`{command}` (vllm-ascend's own image has {wanted.releases[-1]})"
 
@@ -112,28 +112,28 @@ def event_objection() -> Refusal | None:
     """
     import torch_npu
 
-    if not lines.ascend_line().torch_npu.recommended.startswith("2.10"):
+    if not releases.ascend_release().torch_npu.recommended.startswith("2.10"):
         return None
     library = ctypes.CDLL("libascendcl.so")
     missing = [name for name in ("aclrtValueWait", "aclrtValueWrite") if not hasattr(library, name)]
     if not missing:
         return None
     why = f"with torch-npu {torch_npu.__version__} a replayed graph does not wait for its lengths"
-    remedy = f"install CANN {lines.ascend_line().cann.recommended}"
+    remedy = f"install CANN {releases.ascend_release().cann.recommended}"
     return Refusal("CANN", f"without {' and '.join(missing)} in libascendcl.so", why, remedy)
 
 
 def _has_graphs(config: VllmConfig) -> bool:
     """True also before vLLM has filled in its default, which is to capture."""
-    from npu_gptoss.serving.lines.vllm import CUDAGraphMode
+    from npu_gptoss.serving.releases.vllm import CUDAGraphMode
 
     return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
 
 def choose_graphs(config: VllmConfig) -> None:
     """Sets the release's default if the user chose none."""
-    from npu_gptoss.serving.lines.ascend import GRAPHS
-    from npu_gptoss.serving.lines.vllm import CUDAGraphMode
+    from npu_gptoss.serving.releases.ascend import GRAPHS
+    from npu_gptoss.serving.releases.vllm import CUDAGraphMode
 
     if GRAPHS and config.compilation_config.cudagraph_mode is None and _has_graphs(config):
         config.compilation_config.cudagraph_mode = CUDAGraphMode[GRAPHS]
@@ -157,8 +157,8 @@ def _kernel_checks(graphs: bool) -> Iterator[tuple[bool, Refusal]]:
 
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     """Yields each refusal, with True if this configuration or machine asks for it."""
-    from npu_gptoss.serving.lines.ascend import REPLAYS_IN_ORDER
-    from npu_gptoss.serving.lines.vllm import sequence_parallelism
+    from npu_gptoss.serving.releases.ascend import REPLAYS_IN_ORDER
+    from npu_gptoss.serving.releases.vllm import sequence_parallelism
 
     for found in (version_objection(installed()), cann_objection(), operator_objection(), triton_objection()):
         if found:

@@ -14,14 +14,14 @@ import torch
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe import expert_mlp
 from npu_gptoss.moe.ascend import AscendExperts, finite_first_rows, grouped_mlp
-from npu_gptoss.serving.lines.ascend import (
+from npu_gptoss.serving.moe import GptOssExpertsMethod
+from npu_gptoss.serving.releases.ascend import (
     UNUSED_EXPERTS_OPTIONS,
     TokenDispatcherWithAllGather,
     comm_method,
     dispatch,
     experts_result,
 )
-from npu_gptoss.serving.moe import GptOssExpertsMethod
 
 
 class AscendExpertsMethod(GptOssExpertsMethod):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from npu_gptoss.graphs import buckets
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 STREAMS = 1984  # of an A2 or A3 device, from CANN's documents; all its processes share them
 BUDGET = 1800  # streams that vllm-ascend 0.11.0 gives to graphs
@@ -45,6 +45,6 @@ def streams(count: int, layers: int, *, groups: int = 0, aiv: bool = False) -> i
 
 def cap(config: VllmConfig) -> None:
     """Sets the sizes before vLLM's own update for this model widens its default list. A user's list stays."""
-    from npu_gptoss.serving.lines.vllm import choose_sizes
+    from npu_gptoss.serving.releases.vllm import choose_sizes
 
     choose_sizes(config, capture_sizes(config.scheduler_config.max_num_seqs))

@@ -19,7 +19,7 @@ from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import SelectedKernel, select_kernel
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, ROUTE, experts_call, route_call
-from npu_gptoss.serving.lines.vllm import expert_share
+from npu_gptoss.serving.releases.vllm import expert_share
 from npu_gptoss.verify.compare import Result
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.self_test import attention as attention_calls
@@ -28,7 +28,7 @@ from npu_gptoss.verify.self_test.attention import BLOCK, HEAD_DIM
 from npu_gptoss.verify.self_test.record import Record, stack
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 

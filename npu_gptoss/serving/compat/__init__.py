@@ -1,7 +1,7 @@
 """Runtime repairs of foreign code, and `apply()`, which installs them.
 
 vLLM serves gpt-oss with defects that a plugin can repair only from outside. Each repair is a function marked
-`@repair(name, targets, lines=…, upstream=…)`; its docstring says what goes wrong without it. `patches()` is the table
+`@repair(name, targets, releases=…, until=…)`; its docstring says what goes wrong without it. `patches()` is the table
 of all repairs. A repair is installed when the module that it changes is imported: `apply()` itself imports neither vLLM
 nor torch, because it runs in every vLLM process, and most of these never serve HTTP. If the target is not the code that
 the repair was written for, the repair is left out with one warning that names it.
@@ -22,7 +22,7 @@ from typing import Literal
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import Mismatch, Patch, repairs_of, when_imported
-from npu_gptoss.serving.lines import installed_vllm, line_of
+from npu_gptoss.serving.releases import installed_vllm, release_of
 
 __all__ = ["Patch", "PatchError", "PatchStatus", "apply", "patches", "patches_here", "require_essential", "status"]
 
@@ -73,8 +73,8 @@ def patches() -> tuple[Patch, ...]:
 
 def patches_here() -> tuple[Patch, ...]:
     """Returns the repairs of the release in this process; all repairs if no release matches."""
-    line = line_of(installed_vllm())
-    return tuple(patch for patch in patches() if line is None or line.name in patch.lines)
+    row = release_of(installed_vllm())
+    return tuple(patch for patch in patches() if row is None or row.name in patch.releases)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _install(patch: Patch, module: ModuleType) -> None:
 def apply() -> None:
     """Installs every repair, now or when its module is imported. A second call does nothing."""
     version = installed_vllm()
-    line = line_of(version)
+    row = release_of(version)
     skip = set(envs.get("NPU_GPTOSS_SKIP_PATCHES"))
     unknown = skip - {patch.name for patch in patches()}
     if unknown:
@@ -123,8 +123,8 @@ def apply() -> None:
             if patch.name in skip:
                 _set(patch, "skipped", "NPU_GPTOSS_SKIP_PATCHES names it")
                 continue
-            if line is None:
-                _set(patch, "skipped", f"vllm is {version}, the patch was written for {' and '.join(patch.lines)}")
+            if row is None:
+                _set(patch, "skipped", f"vllm is {version}, the patch was written for {' and '.join(patch.releases)}")
                 outside.append(patch.name)
                 continue
             _set(patch, "waiting")

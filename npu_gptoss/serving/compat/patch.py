@@ -33,7 +33,7 @@ class Patch:
     reason: str  # one sentence: the defect without it
     touches: tuple[str, ...]  # every name that it replaces, "module:attribute", copies in other modules included
     install: Installer  # gets the module of the first of them, right after its import
-    lines: tuple[str, ...]  # the releases that it was written for (serving/lines)
+    releases: tuple[str, ...]  # the releases that it was written for (serving/releases)
     upstream: str  # where vLLM repaired it, or "none found"
     until: str  # the first release without the need, or the change in vLLM that ends it
     essential: bool  # without it gpt-oss would silently compute wrong results
@@ -51,7 +51,7 @@ def repair(
     name: str,
     *touches: str,
     until: str,
-    lines: tuple[str, ...] = ("0.11",),
+    releases: tuple[str, ...] = ("0.11",),
     upstream: str = "none found",
     essential: bool = False,
 ) -> Callable[[Installer], Installer]:
@@ -69,7 +69,7 @@ def repair(
 
     def note(install: Installer) -> Installer:
         reason = " ".join(inspect.getdoc(install).partition("\n\n")[0].split())
-        install.repair = Patch(name, reason, tuple(places), install, lines, upstream, until, essential)
+        install.repair = Patch(name, reason, tuple(places), install, releases, upstream, until, essential)
         return install
 
     return note

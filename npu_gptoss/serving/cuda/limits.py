@@ -12,7 +12,7 @@ from npu_gptoss.model.config import uncut_objection
 from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.lines.vllm import VllmConfig
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 # vLLM's graphs that break off at a function, instead of torch.compile's pieces
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"

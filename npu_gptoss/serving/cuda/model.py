@@ -25,7 +25,8 @@ from npu_gptoss.serving import limits
 from npu_gptoss.serving.cuda.cache import LayerCache, Slots
 from npu_gptoss.serving.cuda.ranks import TensorParallel
 from npu_gptoss.serving.cuda.warm_up import before_ready
-from npu_gptoss.serving.lines.vllm_0_33 import (
+from npu_gptoss.serving.loading import readable
+from npu_gptoss.serving.releases.vllm_0_33 import (
     CUDAGraphMode,
     ForwardContext,
     ParallelLMHead,
@@ -35,7 +36,6 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     get_forward_context,
     maybe_transfer_kv_layer,
 )
-from npu_gptoss.serving.loading import readable
 
 logger = logging.getLogger("vllm.npu_gptoss")
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 from types import ModuleType
 
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.releases import here
 
 
 @functools.cache

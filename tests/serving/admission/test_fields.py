@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from npu_gptoss.serving import lines
+from npu_gptoss.serving import releases
 from npu_gptoss.serving.admission import body as bodies
 from npu_gptoss.serving.admission import fields
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
@@ -78,7 +78,7 @@ CLASSES = {
 
 
 @pytest.mark.serving
-@pytest.mark.parametrize(("kind", "route"), CLASSES[lines.here().name], ids=lambda value: value.rpartition(":")[2])
+@pytest.mark.parametrize(("kind", "route"), CLASSES[releases.here().name], ids=lambda value: value.rpartition(":")[2])
 def test_every_field_of_vllm_has_a_limit_or_a_reason_against_it(kind: str, route: str) -> None:
     module, _, name = kind.partition(":")
     names = set(getattr(pytest.importorskip(module), name).model_fields)

@@ -15,12 +15,12 @@ pytest.importorskip("vllm")
 
 from npu_gptoss.serving import compat
 from npu_gptoss.serving.compat.patch import holder, stock
-from tests.serving.compat import of_line
+from tests.serving.compat import of_release
 
 collect_ignore = [
     file.name
     for file in Path(__file__).parent.glob("test_*.py")
-    if of_line.HERE is not None and file.name not in of_line.HERE
+    if of_release.HERE is not None and file.name not in of_release.HERE
 ]
 
 # Repairs whose foreign package is installed: vllm-ascend's are tested on the emulated 910B.
@@ -79,7 +79,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         for name in ("_validate_params", "_validate_model_inputs"):
-            patch.setattr(of_line.input_processor(), name, lambda self, *_: None)
+            patch.setattr(of_release.input_processor(), name, lambda self, *_: None)
         yield in_process.start(tmp_path_factory.mktemp("engine") / "model")
 
 

@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.checkpoints import write_random_checkpoint
-from tests.serving.compat.of_line import OLD
+from tests.serving.compat.of_release import OLD
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 VOCABULARY = 128

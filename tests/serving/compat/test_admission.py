@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from npu_gptoss.serving.compat.server.admission import VllmServer
 from npu_gptoss.serving.openai.errors import misread
-from tests.serving.compat import of_line
+from tests.serving.compat import of_release
 
 pytestmark = pytest.mark.serving
 
@@ -41,7 +41,7 @@ def client(*flags: str) -> Iterator[Any]:
     """vLLM's application without an engine; its exceptions become status 500."""
     from starlette.testclient import TestClient
 
-    app = of_line.application(of_line.parsed("--model", MODEL, *flags))
+    app = of_release.application(of_release.parsed("--model", MODEL, *flags))
     model = types.SimpleNamespace(
         get_vocab_size=lambda: 201_088, max_model_len=2048, max_logprobs=20, enable_prompt_embeds=False,
         skip_tokenizer_init=False, is_multimodal_model=False,
@@ -103,7 +103,7 @@ def test_error_in_vllms_own_validator_gets_400(patched: Any) -> None:
         assert "KeyError" in answer.json()["error"]["message"]
 
 
-@pytest.mark.skipif(of_line.LINE != "0.33", reason="needs vLLM 0.33")
+@pytest.mark.skipif(of_release.LINE != "0.33", reason="needs vLLM 0.33")
 @pytest.mark.parametrize("kind", ["application/json", "text/plain"])
 @pytest.mark.parametrize(
     "body",
@@ -116,7 +116,7 @@ def test_unreadable_abort_request_gets_400(patched: Any, kind: str, body: bytes)
     assert answer.status_code == 400
 
 
-@pytest.mark.skipif(of_line.LINE != "0.33", reason="needs vLLM 0.33")
+@pytest.mark.skipif(of_release.LINE != "0.33", reason="needs vLLM 0.33")
 @pytest.mark.parametrize(
     "message", [{"role": "assistant", "tool_calls": [5]}, {"role": "user", "content": [5]}, {"role": "tool", "name": 5}]
 )
@@ -129,7 +129,7 @@ def test_history_that_cannot_be_rendered_gets_400(message: dict[str, Any]) -> No
         _get_harmony_builtin_tool_descriptions=lambda *_: {},
         reasoning_effort_map={},
     )
-    request = of_line.responses_class()(input="hi", previous_input_messages=[message])
+    request = of_release.responses_class()(input="hi", previous_input_messages=[message])
     with pytest.raises(AttributeError) as raised:
         OnlineRenderer._render_responses_with_harmony(
             renderer, request, previous_messages=None, previous_response_outputs=None, tool_server=None

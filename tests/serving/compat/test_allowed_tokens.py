@@ -10,7 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from tests.serving.compat.of_line import OLD
+from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
 

@@ -15,7 +15,7 @@ from npu_gptoss.serving.ascend import captured, full_graph
 from npu_gptoss.serving.compat.patch import Mismatch
 from npu_gptoss.serving.compat.server import metrics
 from npu_gptoss.serving.compat.start import ascend
-from npu_gptoss.serving.lines import ascend_0_23
+from npu_gptoss.serving.releases import ascend_0_23
 
 pytestmark = pytest.mark.serving
 

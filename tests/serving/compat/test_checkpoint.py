@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.start import checkpoint
 from tests.model.corrupt import INDEX, VOCABULARY, write_pristine
-from tests.serving.compat.of_line import OLD, parsed
+from tests.serving.compat.of_release import OLD, parsed
 
 pytestmark = pytest.mark.serving
 

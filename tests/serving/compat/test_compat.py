@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving import compat, lines
+from npu_gptoss.serving import compat, releases
 from npu_gptoss.serving.compat import patch as machinery
 from tests.serving.compat.conftest import HERE, owner_of
-from tests.serving.compat.of_line import OLD
+from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
 
@@ -133,7 +133,7 @@ def test_unsupported_vllm_gets_no_repair_and_one_warning():
         from npu_gptoss.serving import compat
         compat.apply()
         for patch, entry in zip(compat.patches(), compat.status(), strict=True):
-            assert entry.detail == f"vllm is 0.12.0, the patch was written for {' and '.join(patch.lines)}"
+            assert entry.detail == f"vllm is 0.12.0, the patch was written for {' and '.join(patch.releases)}"
     """)
     assert result.returncode == 0, result.stderr
     assert (result.stdout + result.stderr).count("leaves out") == 1
@@ -197,13 +197,13 @@ def test_replace_updates_copies_but_not_foreign_values(monkeypatch):
 
 
 def test_repair_names_are_unique_and_records_complete():
-    named = [(patch.name, line) for patch in compat.patches() for line in patch.lines]
+    named = [(patch.name, line) for patch in compat.patches() for line in patch.releases]
     assert len(set(named)) == len(named)
     for patch in compat.patches():
         assert patch.reason.endswith(".")
         assert patch.upstream
         assert all(":" in target for target in patch.touches)
-        assert set(patch.lines) <= {line.name for line in lines.LINES}
+        assert set(patch.releases) <= {row.name for row in releases.RELEASES}
 
 
 WHO = re.compile(r"(vLLM|vllm-ascend|torch-npu|openai-harmony|openai/harmony)\b.* \S+")
@@ -211,18 +211,18 @@ WHO = re.compile(r"(vLLM|vllm-ascend|torch-npu|openai-harmony|openai/harmony)\b.
 
 def test_repair_outlives_its_until():
     """Fails if a release no longer needs its repair, or if no repair covers the last release before `until`."""
-    names = [line.name for line in lines.LINES]
+    names = [row.name for row in releases.RELEASES]
     wrong = {}
     for patch in compat.patches():
         if not re.fullmatch(r"\d+\.\d+", patch.until):
             if not WHO.match(patch.until):
                 wrong[patch.name] = f"until={patch.until!r} does not name who must act"
             continue
-        outlived = [line for line in patch.lines if version(line) >= version(patch.until)]
+        outlived = [line for line in patch.releases if version(line) >= version(patch.until)]
         before = [line for line in names if version(line) < version(patch.until)]
         last = max(before, key=version)
-        if outlived or not any(last in other.lines for other in compat.patches() if other.name == patch.name):
-            wrong[patch.name] = f"for {patch.lines}, until {patch.until}"
+        if outlived or not any(last in other.releases for other in compat.patches() if other.name == patch.name):
+            wrong[patch.name] = f"for {patch.releases}, until {patch.until}"
     assert wrong == {}
 
 

@@ -28,7 +28,7 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, core
 
 from npu_gptoss.serving.compat.engine import failed_requests as barrier
 from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, in_a_fork, run, sent
-from tests.serving.compat.of_line import OLD
+from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
 only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")

@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, REFUSED
 from npu_gptoss.serving.compat.server.failed_requests import RequestFailed, RequestRefused
-from tests.serving.compat.of_line import OLD
+from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
 

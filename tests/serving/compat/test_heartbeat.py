@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from npu_gptoss.serving.compat.server import heartbeat as pulse
-from tests.serving.compat.of_line import OLD
+from tests.serving.compat.of_release import OLD
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
 

@@ -12,7 +12,7 @@ from ascend_emulator.launch import Machine, environment
 from vllm.model_executor.models import registry
 
 from emulator.tests.machine import venv
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.releases import here
 
 pytestmark = pytest.mark.serving
 

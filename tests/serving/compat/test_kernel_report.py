@@ -9,7 +9,7 @@ import pytest
 
 from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, RUNNER_0_33
 from npu_gptoss.serving.steps import without_kernels
-from tests.serving.compat.of_line import LINE
+from tests.serving.compat.of_release import LINE
 
 KERNELS = (("attention.paged", "attention.paged.ascend", "ascend"),)
 

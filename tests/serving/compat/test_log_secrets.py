@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make setup")
 from vllm.entrypoints.openai import api_server
 
 from npu_gptoss.serving.compat.patch import stock
-from tests.serving.compat.of_line import parsed
+from tests.serving.compat.of_release import parsed
 
 pytestmark = pytest.mark.serving
 SECRET = "k3y-of-a-test"

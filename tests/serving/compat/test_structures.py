@@ -19,9 +19,9 @@ from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat.patch import Mismatch
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.structures import StructureCompiler, structure_of
-from npu_gptoss.serving.lines import here
-from tests.serving.compat import of_line
-from tests.serving.compat.of_line import LINE, OLD
+from npu_gptoss.serving.releases import here
+from tests.serving.compat import of_release
+from tests.serving.compat.of_release import LINE, OLD
 
 pytestmark = pytest.mark.serving
 
@@ -62,12 +62,12 @@ def test_admitted_structure_is_not_parsed_in_the_server_again(patched: Any, admi
     model = types.SimpleNamespace(skip_tokenizer_init=False, is_diffusion=False)
     with patched("structure-verdicts"):
         params = structured(regex="(a")
-        of_line.validate(params, model, config)
+        of_release.validate(params, model, config)
         wanted = params.structured_outputs
         assert (wanted.regex, wanted._backend, wanted._backend_was_auto) == ("(b", "guidance", True)
         with pytest.raises(Exception, match="Grammar error" if OLD else "Failed to transform regex"):
             # vLLM's own, without a verdict; with xgrammar 0.33 does not read the tokenizer
-            of_line.validate(
+            of_release.validate(
                 structured(regex="(c"), model, config if OLD else types.SimpleNamespace(backend="xgrammar")
             )
 
@@ -86,8 +86,8 @@ def test_structural_tag_is_not_parsed_while_a_request_is_read(
     monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", parsed.append)
     fields = {"messages": [{"role": "user", "content": "hi"}], "response_format": TAG}
     with patched("structure-tags"):
-        of_line.chat_class()(**fields)
-        of_line.completion_class()(prompt="a", response_format=TAG)
+        of_release.chat_class()(**fields)
+        of_release.completion_class()(prompt="a", response_format=TAG)
         assert not parsed
         admitted._remember('{"regex": "a"}', Verdict(backend="guidance", fields={"regex": "a"}))
         if LINE == "0.33":

@@ -15,7 +15,7 @@ from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_so
 from npu_gptoss.serving.compat.targets import ASCEND_BATCH, BATCH
 
 
-@repair("row-masks", f"{BATCH}:InputBatch.add_request .swap_states", lines=("0.11", "0.23"), until="0.33")
+@repair("row-masks", f"{BATCH}:InputBatch.add_request .swap_states", releases=("0.11", "0.23"), until="0.33")
 def install(module: ModuleType) -> None:
     """The allowed_token_ids of one request also restrict the next request in the same row of the batch."""
     batch = module.InputBatch

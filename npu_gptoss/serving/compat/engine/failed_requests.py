@@ -124,7 +124,7 @@ def _unreadable(frames: Any, error: BaseException) -> Refused:
     "request-input",
     f"{CORE}:MsgpackDecoder EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
     f"{CORE}:EngineCoreProc.process_output_sockets",
-    lines=("0.11", "0.23"),
+    releases=("0.11", "0.23"),
     upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
     until="0.33",
 )
@@ -210,7 +210,7 @@ def install_input(module: ModuleType) -> None:
 @repair(
     "request-steps",
     f"{CORE}:EngineCore.step .step_with_batch_queue",
-    lines=("0.11", "0.23"),
+    releases=("0.11", "0.23"),
     upstream="vllm PR 47312, for grammars",
     until="0.33",
 )
@@ -260,7 +260,7 @@ def install_scheduler(module: ModuleType) -> None:
         return original(self, scheduler_output, model_runner_output)
 
 
-@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output", lines=("0.23",), until="0.33")
+@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output", releases=("0.23",), until="0.33")
 def install_scheduler_0_23(module: ModuleType) -> None:
     """An exception in one request's stop conditions ends the engine."""
     scheduler = holder(module.Scheduler, "update_from_output")

@@ -65,7 +65,7 @@ class GuardedGrammar:
 @repair(
     "grammar-errors",
     f"{GRAMMARS}:StructuredOutputManager._async_create_grammar .should_fill_bitmask .should_advance",
-    lines=("0.11",),
+    releases=("0.11",),
     upstream="vllm PR 47312",
     until="0.33",
 )
@@ -78,13 +78,13 @@ def install_guard(module: ModuleType) -> None:
 @repair(
     "grammar-errors",
     f"{GRAMMARS}:StructuredOutputManager._create_grammar .should_fill_bitmask .should_advance",
-    lines=("0.23",),
+    releases=("0.23",),
     upstream="vllm PR 47312",
     until="0.33",
 )
 def install_guard_0_23(module: ModuleType) -> None:
     """A grammar that does not compile, or raises later, ends the engine."""
-    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
+    from npu_gptoss.serving.releases.vllm_0_23 import vllms_own
 
     manager = module.StructuredOutputManager
     _guard(manager, vllms_own(manager, "grammar_init"), "_create_grammar")
@@ -123,7 +123,7 @@ COMPILES = "self.backend.compile_grammar(request_type, grammar_spec)"
 @repair(
     "grammar-backends",
     f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend",
-    lines=("0.11",),
+    releases=("0.11",),
     upstream="vllm issue 43920",
     until="vLLM keeps a backend for each grammar",
 )
@@ -137,13 +137,13 @@ def install_backends(module: ModuleType) -> None:
 @repair(
     "grammar-backends",
     f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend",
-    lines=("0.23",),
+    releases=("0.23",),
     until="vLLM keeps a backend for each grammar",
 )
 def install_backends_0_23(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later requests: vllm-ascend refuses a request that
     another backend validated until the server restarts."""
-    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
+    from npu_gptoss.serving.releases.vllm_0_23 import vllms_own
 
     manager = module.StructuredOutputManager
     _have_backends(manager, vllms_own(manager, "grammar_init"), "_create_grammar", CHOOSES, COMPILES)
@@ -152,7 +152,7 @@ def install_backends_0_23(module: ModuleType) -> None:
 @repair(
     "grammar-backends",
     f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM keeps a backend for each grammar",
 )
 def install_backends_0_33(module: ModuleType) -> None:

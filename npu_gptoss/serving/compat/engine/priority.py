@@ -22,7 +22,7 @@ from npu_gptoss.serving.compat.patch import around, expect_source, repair
 from npu_gptoss.serving.compat.targets import SCHEDULER
 
 
-@repair("priority-order", f"{SCHEDULER}:Scheduler.add_request .schedule", lines=("0.11",), until="0.23")
+@repair("priority-order", f"{SCHEDULER}:Scheduler.add_request .schedule", releases=("0.11",), until="0.23")
 def install(module: ModuleType) -> None:
     """With --scheduling-policy priority, n > 1 ends the engine, and a preemption may free the blocks of a request that
     is computed in the same step."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @repair(
     "cpu-grammar-bitmask",
     f"{RUNNER}:apply_grammar_bitmask",
-    lines=("0.11",),
+    releases=("0.11",),
     upstream="vllm PR 32384",
     until="0.23",
 )
@@ -70,7 +70,7 @@ def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
 
 
 @repair(
-    "completion-structures", f"{COMPLETION_SERVING}:OpenAIServingCompletion.__init__", lines=("0.23",), until="0.33"
+    "completion-structures", f"{COMPLETION_SERVING}:OpenAIServingCompletion.__init__", releases=("0.23",), until="0.33"
 )
 def install_completions(serving: ModuleType) -> None:
     """A structure on /v1/completions is never applied: the engine waits for the end of a reasoning, and a completion
@@ -101,7 +101,7 @@ class WithoutReasoning:
 @repair(
     "reasoning-end",
     f"{REASONING}:GptOssReasoningParser.is_reasoning_end",
-    lines=("0.11",),
+    releases=("0.11",),
     upstream="vllm PR 34454",
     until="0.23",
 )

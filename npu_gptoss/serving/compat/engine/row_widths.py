@@ -32,7 +32,7 @@ def _counts(sampling: SamplingParams) -> dict[str, tuple[int, int]]:
 @repair(
     "row-widths",
     f"{INPUT_PROCESSOR}:InputProcessor.process_inputs",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM checks a request against the widths of its second runner's tables",
 )
 def install(module: ModuleType) -> None:

@@ -20,7 +20,7 @@ from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, RUNNER, SAMPLING
 _HELD = "_npu_gptoss_held_generators"  # of a runner: the requests whose generators are out of the batch
 
 
-@repair("seed-rows", f"{RUNNER}:GPUModelRunner._update_states", lines=("0.11",), until="0.23")
+@repair("seed-rows", f"{RUNNER}:GPUModelRunner._update_states", releases=("0.11",), until="0.23")
 def install_rows(module: ModuleType) -> None:
     """A seeded request whose prompt is cut by the end of a step ends the engine on a CPU; on an NPU it draws other
     tokens than an uncut prompt."""
@@ -29,7 +29,7 @@ def install_rows(module: ModuleType) -> None:
     _install(runner)
 
 
-@repair("seed-rows-ascend", f"{ASCEND_RUNNER}:NPUModelRunner._update_states", lines=("0.11",), until="0.23")
+@repair("seed-rows-ascend", f"{ASCEND_RUNNER}:NPUModelRunner._update_states", releases=("0.11",), until="0.23")
 def install_ascend_rows(module: ModuleType) -> None:
     """Same as seed-rows, in vllm-ascend's worker."""
     from npu_gptoss.serving.compat.start.ascend import expect_release
@@ -64,7 +64,7 @@ def _install(runner: Any) -> None:
         setattr(self, _HELD, held)
 
 
-@repair("seed-neighbours", f"{SAMPLING}:TopKTopPSampler.forward_cpu", lines=("0.11",), until="0.23")
+@repair("seed-neighbours", f"{SAMPLING}:TopKTopPSampler.forward_cpu", releases=("0.11",), until="0.23")
 def install_cpu_sampler(module: ModuleType) -> None:
     """On a CPU all seeds are ignored as long as one request of the batch has none."""
     sampler = module.TopKTopPSampler

@@ -27,7 +27,7 @@ from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_so
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.completions import as_chats_do
 from npu_gptoss.serving.compat.targets import API_SERVER, APP_ENTRY
-from npu_gptoss.serving.lines.vllm import request_classes
+from npu_gptoss.serving.releases.vllm import request_classes
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -176,7 +176,7 @@ def install_gate(module: ModuleType) -> None:
 @repair(
     "admission",
     f"{API_SERVER}:build_app",
-    lines=("0.23",),
+    releases=("0.23",),
     until="vLLM guards every route by its key and checks every field",
 )
 def install_gate_0_23(module: ModuleType) -> None:
@@ -198,7 +198,7 @@ def install_gate_0_23(module: ModuleType) -> None:
 @repair(
     "admission",
     f"{APP_ENTRY}:build_app",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM guards every route by its key and checks every field",
 )
 def install_gate_of_app(module: ModuleType) -> None:
@@ -226,9 +226,9 @@ def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: A
     from starlette.middleware import Middleware
     from vllm import envs as vllm_envs
 
-    from npu_gptoss.serving.lines.vllm import AuthenticationMiddleware
     from npu_gptoss.serving.openai.errors import misread
     from npu_gptoss.serving.openai.intake import Intake
+    from npu_gptoss.serving.releases.vllm import AuthenticationMiddleware
 
     app = original(args, *((supported_tasks, *others) if supported_tasks is not None else ()))
     if "generate" not in (supported_tasks or ("generate",)):

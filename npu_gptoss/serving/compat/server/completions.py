@@ -46,7 +46,7 @@ def install_formats(module: ModuleType) -> None:
 @repair(
     "completion-formats",
     f"{COMPLETION_PROTOCOL}:CompletionRequest.to_sampling_params",
-    lines=("0.23", "0.33"),
+    releases=("0.23", "0.33"),
     until="vLLM reads response_format of completions, and refuses deprecated fields instead of dropping them",
 )
 def install_formats_0_23(module: ModuleType) -> None:

@@ -42,7 +42,7 @@ def failure(output: Any) -> Exception | None:
     return (RequestRefused if reason.startswith(REFUSED) else RequestFailed)(reason)
 
 
-@repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", lines=("0.11", "0.23"), until="0.33")
+@repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", releases=("0.11", "0.23"), until="0.33")
 def install_outputs(module: ModuleType) -> None:
     """An exception in one request's detokenizer, stop strings or log-probabilities ends all requests; if the engine
     core ended a request, its client gets no error."""
@@ -86,7 +86,7 @@ def _end(
     module: ModuleType, processor: Any, output: Any, error: Exception, outputs: list[Any], aborts: list[str]
 ) -> None:
     """Takes a request out of the output processor. Its end goes into its queue, or else into `outputs`."""
-    from npu_gptoss.serving.lines.vllm import abort_requests, as_of_request, take_out
+    from npu_gptoss.serving.releases.vllm import abort_requests, as_of_request, take_out
 
     state = processor.request_states.get(output.request_id)
     if state is None:
@@ -118,7 +118,7 @@ def _end(
         outputs.append(state._new_request_output(request_id, parts, finished))
 
 
-@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", lines=("0.11",), until="0.23")
+@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", releases=("0.11",), until="0.23")
 def install_sending(module: ModuleType) -> None:
     """A request that cannot be sent to the engine gets an empty error message, and its other samples go on."""
     engine = module.AsyncLLM
@@ -143,7 +143,7 @@ def install_sending(module: ModuleType) -> None:
             raise
 
 
-@repair("error-words", f"{ASYNC}:EngineGenerateError", lines=("0.11", "0.23"), until="0.33")
+@repair("error-words", f"{ASYNC}:EngineGenerateError", releases=("0.11", "0.23"), until="0.33")
 def install_words(module: ModuleType) -> None:
     """A request that ends with an unexpected error gets an empty error message."""
     expect_source(module.AsyncLLM.generate, "except ValueError", "raise EngineGenerateError() from e")
@@ -157,7 +157,7 @@ def install_words(module: ModuleType) -> None:
     replace(module, "EngineGenerateError", EngineGenerateError)
 
 
-@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", lines=("0.11", "0.23"), until="0.33")
+@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", releases=("0.11", "0.23"), until="0.33")
 def install_statistics(module: ModuleType) -> None:
     """If a statistics logger rejects a number of one request, the task that answers all requests ends."""
     manager = module.StatLoggerManager

@@ -16,7 +16,7 @@ HANDLER = ("self", "request", "raw_request")
 @repair(
     "chat",
     f"{CHAT}:OpenAIServingChat.create_chat_completion",
-    lines=("0.11",),
+    releases=("0.11",),
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_chat(module: ModuleType) -> None:
@@ -27,7 +27,7 @@ def install_chat(module: ModuleType) -> None:
 @repair(
     "chat",
     f"{CHAT_SERVING}:OpenAIServingChat._create_chat_completion",
-    lines=("0.23", "0.33"),
+    releases=("0.23", "0.33"),
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_chat_0_23(module: ModuleType) -> None:
@@ -56,7 +56,7 @@ REPLAY = ".responses_background_stream_generator"
 @repair(
     "responses",
     f"{RESPONSES}:OpenAIServingResponses.create_responses {REPLAY}",
-    lines=("0.11",),
+    releases=("0.11",),
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_responses(module: ModuleType) -> None:
@@ -67,7 +67,7 @@ def install_responses(module: ModuleType) -> None:
 @repair(
     "responses",
     f"{RESPONSES_SERVING}:OpenAIServingResponses._create_responses {REPLAY}",
-    lines=("0.23", "0.33"),
+    releases=("0.23", "0.33"),
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_responses_0_23(module: ModuleType) -> None:
@@ -100,7 +100,7 @@ def _put_responses(module: ModuleType, name: str) -> None:
 @repair(
     "messages",
     f"{ANTHROPIC_SERVING}:AnthropicServingMessages.create_messages .count_tokens",
-    lines=("0.23", "0.33"),
+    releases=("0.23", "0.33"),
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_messages(module: ModuleType) -> None:

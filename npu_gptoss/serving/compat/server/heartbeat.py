@@ -65,7 +65,7 @@ class Pulse:
         return ""
 
 
-@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", lines=("0.11", "0.23"), until="0.33")
+@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", releases=("0.11", "0.23"), until="0.33")
 def install_client(core_client: ModuleType) -> None:
     """Same as engine-pulse, in the server's process."""
     client = core_client.MPClient
@@ -83,7 +83,7 @@ def install_client(core_client: ModuleType) -> None:
         self.npu_gptoss_pulse = Pulse(self.utility_results)
 
 
-@repair("health", f"{ASYNC}:AsyncLLM.check_health", lines=("0.11", "0.23"), until="0.33")
+@repair("health", f"{ASYNC}:AsyncLLM.check_health", releases=("0.11", "0.23"), until="0.33")
 def install_health(async_llm: ModuleType) -> None:
     """/health answers 200 for an engine that is stopped or hangs."""
     from vllm import envs as vllm_envs
@@ -138,7 +138,7 @@ def _beat(reference: Callable[[], Any]) -> None:
 @repair(
     "engine-pulse",
     f"{CORE}:EngineCoreProc.__init__ .process_output_sockets ._send_engine_dead",
-    lines=("0.11", "0.23"),
+    releases=("0.11", "0.23"),
     until="0.33",
 )
 def install_engine(core: ModuleType) -> None:
@@ -170,7 +170,7 @@ def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwarg
     original(self, *args, **kwargs)
 
 
-@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", lines=("0.11", "0.23"), until="0.33")
+@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", releases=("0.11", "0.23"), until="0.33")
 def install_worker(executor: ModuleType) -> None:
     """A worker that hangs in an operation outlives an engine that was killed, and keeps its device; Ctrl-C in the
     server's terminal ends it before the requests in flight."""

@@ -20,7 +20,7 @@ def install(module: ModuleType) -> None:
     _hide_keys(module)
 
 
-@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", lines=("0.23",), until="0.33")
+@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", releases=("0.23",), until="0.33")
 def install_0_23(module: ModuleType) -> None:
     """At start vLLM logs the values of --api-key and --hf-token."""
     from vllm.entrypoints.serve.utils.api_utils import get_non_default_args

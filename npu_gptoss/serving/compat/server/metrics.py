@@ -20,7 +20,7 @@ OBSERVER = "_npu_gptoss_observer"
 @repair(
     "stat-logger",
     f"{LOGGERS}:StatLoggerManager.__init__",
-    lines=("0.11",),
+    releases=("0.11",),
     upstream="vllm PR 22456, in 0.11.1",
     until="0.23",
 )
@@ -53,7 +53,7 @@ def install_stat_logger(module: ModuleType) -> None:
 @repair(
     "step-statistics",
     f"{SCHEDULER}:Scheduler.update_from_output",
-    lines=("0.11",),
+    releases=("0.11",),
     upstream="vllm PR 29825",
     until="0.23",
 )
@@ -81,7 +81,7 @@ def install_statistics(module: ModuleType) -> None:
 
 
 @repair(
-    "step-report", f"{RUNNER}:GPUModelRunner.execute_model", lines=("0.11",), upstream="vllm PR 29825", until="0.23"
+    "step-report", f"{RUNNER}:GPUModelRunner.execute_model", releases=("0.11",), upstream="vllm PR 29825", until="0.23"
 )
 def install_report(module: ModuleType) -> None:
     """The worker reports neither the graph that a step replayed nor its padding rows."""
@@ -91,7 +91,7 @@ def install_report(module: ModuleType) -> None:
 @repair(
     "step-report-ascend",
     f"{ASCEND_RUNNER}:NPUModelRunner.execute_model",
-    lines=("0.11",),
+    releases=("0.11",),
     upstream="vllm-ascend PR 6331",
     until="0.23",
 )
@@ -125,7 +125,7 @@ def _install(runner: Any, dispatcher: str) -> None:
 @repair(
     "kernel-report",
     f"{ASCEND_RUNNER}:CUDAGraphStat",
-    lines=("0.23",),
+    releases=("0.23",),
     until="vLLM's statistics have a free field for a plugin",
 )
 def install_kernel_report(module: ModuleType) -> None:
@@ -143,7 +143,7 @@ def install_kernel_report(module: ModuleType) -> None:
 @repair(
     "kernel-report",
     f"{RUNNER_0_33}:make_cudagraph_stats",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM's statistics have a free field for a plugin",
 )
 def install_kernel_report_0_33(module: ModuleType) -> None:

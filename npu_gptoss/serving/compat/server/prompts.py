@@ -30,7 +30,7 @@ from npu_gptoss.serving.compat.targets import (
 @repair(
     "linear-encoding",
     f"{RENDERER}:render_for_completion",
-    lines=("0.33",),
+    releases=("0.33",),
     upstream="openai/harmony issue 79 (open)",
     until="openai/harmony issue 79 is repaired",
 )
@@ -50,7 +50,7 @@ def install_encoding(renderer: ModuleType) -> None:
 @repair(
     "one-prompt",
     f"{RENDERER_0_23}:OpenAIServingRender._make_request_with_harmony .render_chat",
-    lines=("0.23",),
+    releases=("0.23",),
     until="vLLM renders harmony as the published template does",
 )
 def install_renderer_0_23(module: ModuleType) -> None:
@@ -61,7 +61,7 @@ def install_renderer_0_23(module: ModuleType) -> None:
 @repair(
     "one-prompt",
     f"{RENDERER}:OnlineRenderer._make_request_with_harmony .render_chat",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM renders harmony as the published template does",
 )
 def install_renderer_0_33(module: ModuleType) -> None:
@@ -101,7 +101,7 @@ def _render_as_chats_do(renderer: type) -> None:
 @repair(
     "batch-encoding",
     f"{BATCH_SERVING}:OpenAIServingChatBatch.create_batch_chat_completion",
-    lines=("0.23", "0.33"),
+    releases=("0.23", "0.33"),
     until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
 )
 def install_batch(module: ModuleType) -> None:
@@ -131,7 +131,7 @@ def install_tokenize(module: ModuleType) -> None:
 @repair(
     "tokenize-prompt",
     f"{TOKENIZATION_LATER}:OpenAIServingTokenization.create_tokenize",
-    lines=("0.23",),
+    releases=("0.23",),
     until="vLLM renders harmony as the published template does",
 )
 def install_tokenize_0_23(module: ModuleType) -> None:
@@ -142,7 +142,7 @@ def install_tokenize_0_23(module: ModuleType) -> None:
 @repair(
     "tokenize-prompt",
     f"{TOKENIZATION_LATER}:ServingTokenization.create_tokenize",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM renders harmony as the published template does",
 )
 def install_tokenize_0_33(module: ModuleType) -> None:
@@ -166,7 +166,7 @@ def _tokenize_as_chats_do(module: ModuleType) -> None:
 @repair(
     "scoring-prompts",
     f"{SCORING}:ServingGenerativeScoring._build_prompts",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM tokenizes scoring prompts outside of its event loop",
 )
 def install_scoring(serving: ModuleType) -> None:

@@ -74,7 +74,7 @@ def _told_once(record: logging.LogRecord) -> bool:
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.11", "0.23"), until="0.33")
+@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", releases=("0.11", "0.23"), until="0.33")
 def install_server(launcher: ModuleType) -> None:
     """A signal ends the engine before the server, so that requests in flight are not answered (0.11: and the server
     waits for them without a limit) or end without a reason; the engine's death gives exit status 0."""
@@ -135,7 +135,7 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
         count,
         drain,
     )
-    from npu_gptoss.serving.lines.vllm import TALKATIVE
+    from npu_gptoss.serving.releases.vllm import TALKATIVE
 
     for name in TALKATIVE:
         logging.getLogger(name).addFilter(_told_once)
@@ -155,14 +155,14 @@ def _processes(engine: Any) -> list[Any]:
 
 def _at_once(number: int, frame: object) -> None:
     """Ends the engines and API servers that this process has started, and then itself."""
-    from npu_gptoss.serving.lines.vllm import kill_process_tree
+    from npu_gptoss.serving.releases.vllm import kill_process_tree
 
     for process in multiprocessing.active_children():
         kill_process_tree(process.pid)
     os._exit(128 + number)
 
 
-@repair("servers-end", f"{MANAGERS}:APIServerProcessManager.shutdown", lines=("0.23",), until="0.33")
+@repair("servers-end", f"{MANAGERS}:APIServerProcessManager.shutdown", releases=("0.23",), until="0.33")
 def install_servers(managers: ModuleType) -> None:
     """A signal kills all of several API servers, and their requests are not answered."""
     manager = managers.APIServerProcessManager
@@ -203,7 +203,7 @@ async def _died(engine: Any) -> None:
 # -- the port ---------------------------------------------------------------------------------------------------------
 
 
-@repair("server-port", f"{API_SERVER}:create_server_socket", lines=("0.11", "0.23"), until="0.33")
+@repair("server-port", f"{API_SERVER}:create_server_socket", releases=("0.11", "0.23"), until="0.33")
 def install_port(api_server: ModuleType) -> None:
     """Two servers can listen on the same port, and each gets some of the requests."""
     create = api_server.create_server_socket

@@ -18,8 +18,8 @@ from npu_gptoss.serving.admission.refusal import escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace, stock
 from npu_gptoss.serving.compat.targets import ASYNC, BASE_PROTOCOL, ENGINE_PROTOCOL, PARSERS, PROCESSOR, SAMPLING_PARAMS
-from npu_gptoss.serving.lines import here
-from npu_gptoss.serving.lines.vllm import load_tokenizer, structure_key, validate_structure
+from npu_gptoss.serving.releases import here
+from npu_gptoss.serving.releases.vllm import load_tokenizer, structure_key, validate_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -159,13 +159,13 @@ def install_verdicts(module: ModuleType) -> None:
 @repair(
     "structure-verdicts",
     f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs",
-    lines=("0.23",),
+    releases=("0.23",),
     until="vLLM compiles structures outside of its API server",
 )
 def install_verdicts_of_params_0_23(module: ModuleType) -> None:
     """vLLM parses a client's grammars, schemas and regular expressions in the API server, where some block all
     requests; vllm-ascend refuses structures for another backend than the first request's."""
-    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
+    from npu_gptoss.serving.releases.vllm_0_23 import vllms_own
 
     _have_verdicts(module, vllms_own(module.SamplingParams, "_validate_structured_outputs"))
 
@@ -173,14 +173,14 @@ def install_verdicts_of_params_0_23(module: ModuleType) -> None:
 @repair(
     "structure-verdicts",
     f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM compiles structures outside of its API server",
 )
 def install_verdicts_of_params(module: ModuleType) -> None:
     """vLLM parses a client's grammars, schemas and regular expressions in the API server, where some block all
     requests; a structure that parses may still end the engine when it is compiled there."""
     validate = module.SamplingParams._validate_structured_outputs
-    expect_parameters(validate, "model_config")  # `validate_structure` in serving/lines passes it
+    expect_parameters(validate, "model_config")  # `validate_structure` in serving/releases passes it
     _have_verdicts(module, validate)
 
 
@@ -197,7 +197,7 @@ def _have_verdicts(module: ModuleType, validate: Callable[..., None]) -> None:
 @repair(
     "structure-requests",
     f"{ASYNC}:AsyncLLM.add_request",
-    lines=("0.23", "0.33"),
+    releases=("0.23", "0.33"),
     until="vLLM compiles structures outside of its API server",
 )
 def install_requests(module: ModuleType) -> None:
@@ -229,7 +229,7 @@ def install_requests(module: ModuleType) -> None:
     "structure-tags",
     f"{PARSERS}:_xgrammar_supports",
     f"{BASE_PROTOCOL}:validate_structural_tag_payload",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM compiles structures outside of its API server",
 )
 def install_tags(module: ModuleType) -> None:
@@ -250,7 +250,7 @@ def install_tags(module: ModuleType) -> None:
 @repair(
     "structure-tags",
     f"{ENGINE_PROTOCOL}:validate_structural_tag_payload",
-    lines=("0.23",),
+    releases=("0.23",),
     until="vLLM compiles structures outside of its API server",
 )
 def install_tags_0_23(protocol: ModuleType) -> None:

@@ -33,7 +33,7 @@ def install(serving_engine: ModuleType) -> None:
     "harmony-vocabulary",
     f"{RENDERER_0_23}:OpenAIServingRender.__init__",
     f"{HARMONY_UTILS}:_harmony_encoding",
-    lines=("0.23",),
+    releases=("0.23",),
     upstream="vllm issues 22525 and 57099",
     until="0.33",
 )

@@ -73,7 +73,7 @@ def install_full_graph(module: ModuleType) -> None:
 @repair(
     "ascend-full-graph",
     f"{ASCEND_RUNNER}:update_full_graph_params NPUModelRunner.__init__",
-    lines=("0.23",),
+    releases=("0.23",),
     upstream="none: the backend is ours",
     until="0.33",
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
 
 
-@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", lines=("0.11", "0.23"), until="0.33")
+@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", releases=("0.11", "0.23"), until="0.33")
 def install_check(module: ModuleType) -> None:
     """A checkpoint that cannot be served hangs vLLM, or a forked engine refuses it after a minute, under tracebacks;
     the error of a broken config.json does not name the file."""
@@ -42,7 +42,7 @@ def install_check(module: ModuleType) -> None:
         return made
 
 
-@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", lines=("0.11", "0.23"), until="0.33")
+@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", releases=("0.11", "0.23"), until="0.33")
 def install_sentence(module: ModuleType) -> None:
     """vllm serve ends with a traceback instead of a sentence that says what to do."""
     owner = module.ServeSubcommand
@@ -75,7 +75,7 @@ def check(options: EngineArgs) -> None:
     """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves other models to vLLM."""
     from vllm.platforms import current_platform
 
-    from npu_gptoss.serving.lines import here
+    from npu_gptoss.serving.releases import here
 
     directory = Path(options.model)
     overrides = options.hf_overrides

@@ -23,7 +23,7 @@ _STAGED = "_npu_gptoss_staged"
 @repair(
     "unchanged-tables",
     f"{BUFFERS}:UvaBackedTensor.copy_to_uva",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM keeps what does not change between steps",
 )
 def install_tables(buffers: ModuleType) -> None:
@@ -49,7 +49,7 @@ def install_tables(buffers: ModuleType) -> None:
 @repair(
     "unchanged-rows",
     f"{RUNNER_0_33}:async_tensor_h2d",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM keeps what does not change between steps",
 )
 def install_rows(runner: ModuleType) -> None:
@@ -95,7 +95,7 @@ def install_rows(runner: ModuleType) -> None:
 @repair(
     "unchanged-views",
     f"{RUNNER_0_33}:build_slot_mappings_by_layer",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM keeps what does not change between steps",
 )
 def install_views(runner: ModuleType) -> None:

@@ -98,7 +98,7 @@ def _commits_nothing(groups: tuple[Group, ...], request_id: str, tokens: int) ->
 @repair(
     "running-slots",
     f"{KV_CACHE}:KVCacheManager.allocate_slots",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM's scheduler takes as little time",
 )
 def install_slots(kv_cache: ModuleType) -> None:
@@ -150,7 +150,7 @@ def install_slots(kv_cache: ModuleType) -> None:
 @repair(
     "running-commits",
     f"{COORDINATOR}:KVCacheCoordinator.cache_blocks",
-    lines=("0.33",),
+    releases=("0.33",),
     until="vLLM's scheduler takes as little time",
 )
 def install_commits(coordinator: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """Supported releases: each vLLM with its vllm-ascend, torch-npu and CANN. One table, also for `doctor`.
 
-A release is a row of `LINES` and a module `vllm_*` here, with a module `ascend_*` if it runs on an NPU. The modules
-give names that differ between releases a common name. `from npu_gptoss.serving.lines.vllm import …` takes the name
+A release is a row of `RELEASES` and a module `vllm_*` here, with a module `ascend_*` if it runs on an NPU. The modules
+give names that differ between releases a common name. `from npu_gptoss.serving.releases.vllm import …` takes the name
 from the release of this process. No other code compares versions. vLLM's entry point imports this module, so it uses
 the standard library only.
 """
@@ -58,7 +58,7 @@ def installed(*names: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Line:
+class Release:
     """A vLLM and the packages that it needs. Fields after `python` apply to releases on an NPU.
 
     image: the tag of CANN's container image. driver: a release that users run with that CANN, and the oldest reported.
@@ -87,8 +87,8 @@ class Line:
         return importlib.import_module(f"{__name__}.{package}_{self.name.replace('.', '_')}")
 
 
-LINES = (
-    Line(
+RELEASES = (
+    Release(
         name="0.11",
         vllm=Window("vLLM", ("0.11.0",), "0.11.0"),
         devices=("cpu", "npu"),
@@ -105,7 +105,7 @@ LINES = (
         driver=("25.3.rc1", (25, 0)),
         reckons_streams=True,
     ),
-    Line(
+    Release(
         name="0.23",
         vllm=Window("vLLM", ("0.23.0",), "0.23.0"),
         devices=("npu",),
@@ -129,7 +129,7 @@ LINES = (
             ),
         ),
     ),
-    Line(
+    Release(
         name="0.33",
         vllm=Window("vLLM", ("0.33.0",), "0.33.0"),
         devices=("cuda",),
@@ -137,28 +137,28 @@ LINES = (
         python=("3.10", "3.11", "3.12", "3.13"),
     ),
 )
-ASCEND_LINES = tuple(line for line in LINES if "npu" in line.devices)
+ASCEND_RELEASES = tuple(row for row in RELEASES if "npu" in row.devices)
 
 
-def line_of(release: str | None) -> Line | None:
+def release_of(release: str | None) -> Release | None:
     """Returns the row of this vLLM; None if it is not supported."""
-    return next((line for line in LINES if line.vllm.has(release)), None)
+    return next((row for row in RELEASES if row.vllm.has(release)), None)
 
 
 @functools.cache
-def here() -> Line:
+def here() -> Release:
     """Returns the row of this process's vLLM. An unsupported vLLM gets the first row, for reports only."""
-    return line_of(installed_vllm()) or LINES[0]
+    return release_of(installed_vllm()) or RELEASES[0]
 
 
-def ascend_line() -> Line:
+def ascend_release() -> Release:
     """Returns this process's row if it runs on an NPU, else the first that does, to check Ascend machines."""
-    return here() if "npu" in here().devices else ASCEND_LINES[0]
+    return here() if "npu" in here().devices else ASCEND_RELEASES[0]
 
 
-def line_of_cann(series: tuple[int, int] | None) -> Line | None:
+def release_of_cann(series: tuple[int, int] | None) -> Release | None:
     """Returns the row that runs on this CANN, such as (9, 1); None if none does."""
-    return next((line for line in ASCEND_LINES if cann.series(line.cann.recommended) == series), None)
+    return next((row for row in ASCEND_RELEASES if cann.series(row.cann.recommended) == series), None)
 
 
 def resolve(modules: Mapping[str, tuple[str, ...]], name: str) -> Any:

@@ -1,7 +1,7 @@
 """A KV connector for vLLM 0.11: one server computes a prompt, another decodes it; a shared folder holds the cache.
 
     --kv-transfer-config.kv_connector SharedFolderConnector
-    --kv-transfer-config.kv_connector_module_path npu_gptoss.serving.lines.shared_storage_0_11
+    --kv-transfer-config.kv_connector_module_path npu_gptoss.serving.releases.shared_storage_0_11
 
 It derives from vLLM's `SharedStorageConnector`, an example for one GPU and one prompt a step, and repairs its defects:
 

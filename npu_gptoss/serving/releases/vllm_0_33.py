@@ -10,7 +10,7 @@ import dataclasses
 from http import HTTPStatus
 from typing import Any
 
-from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.releases import resolve
 from npu_gptoss.serving.steps import EAGER, MODES, Step, without_kernels
 
 # Names that serving imports from vLLM, by module.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.releases import resolve
 
 if TYPE_CHECKING:
     import torch

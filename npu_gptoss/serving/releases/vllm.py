@@ -1,10 +1,10 @@
-"""vLLM's names and shapes in the release of this process: `from npu_gptoss.serving.lines.vllm import …`."""
+"""vLLM's names and shapes in the release of this process: `from npu_gptoss.serving.releases.vllm import …`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.releases import here
 
 
 def __getattr__(name: str) -> Any:

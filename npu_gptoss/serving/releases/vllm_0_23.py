@@ -9,10 +9,10 @@ from bisect import bisect_left
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.releases import resolve
 
 # equal in both releases
-from npu_gptoss.serving.lines.vllm_0_11 import (  # noqa: F401
+from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
     DRAFTERS,
     MXFP4_NAME,
     QUANTIZATIONS,
@@ -20,7 +20,7 @@ from npu_gptoss.serving.lines.vllm_0_11 import (  # noqa: F401
     STAYED_OPTIONS,
     register_formats,
 )
-from npu_gptoss.serving.lines.vllm_0_33 import (  # noqa: F401
+from npu_gptoss.serving.releases.vllm_0_33 import (  # noqa: F401
     as_written,
     count_steps,
     counts_steps,

@@ -1,10 +1,10 @@
-"""vllm-ascend's names and shapes in the release of this process; `lines.vllm` has vLLM's."""
+"""vllm-ascend's names and shapes in the release of this process; `releases.vllm` has vLLM's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.releases import here
 
 
 def __getattr__(name: str) -> Any:

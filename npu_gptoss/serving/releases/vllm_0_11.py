@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.releases import resolve
 from npu_gptoss.serving.steps import Step, take
 
 if TYPE_CHECKING:

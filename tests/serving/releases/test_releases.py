@@ -14,10 +14,10 @@ import pytest
 from ascend_emulator.launch import Machine, environment
 
 from emulator.tests.machine import venv
-from npu_gptoss.serving import compat, lines
-from npu_gptoss.serving.lines import ascend_0_11, ascend_0_23, vllm_0_11, vllm_0_33
+from npu_gptoss.serving import compat, releases
+from npu_gptoss.serving.releases import ascend_0_11, ascend_0_23, vllm_0_11, vllm_0_33
 
-SERVING = Path(lines.__file__).parent.parent
+SERVING = Path(releases.__file__).parent.parent
 FOREIGN = ("vllm", "vllm_ascend")
 
 
@@ -45,7 +45,9 @@ FILES = sorted(SERVING.rglob("*.py"))
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if not {"lines", "compat", "openai"} & set(path.parts)], ids=lambda path: path.name
+    "path",
+    [path for path in FILES if not {"releases", "compat", "openai"} & set(path.parts)],
+    ids=lambda path: path.name,
 )
 def test_foreign_names_are_imported_through_lines_only(path):
     assert not foreign(path)
@@ -53,12 +55,12 @@ def test_foreign_names_are_imported_through_lines_only(path):
 
 @pytest.mark.parametrize("package", ["vllm", "ascend"])
 def test_every_release_has_exactly_the_names_that_serving_uses(package):
-    used = {name for path in FILES for module, name in imports(path) if module == f"{lines.__name__}.{package}"}
+    used = {name for path in FILES for module, name in imports(path) if module == f"{releases.__name__}.{package}"}
     used |= {"ModelRegistry"} if package == "vllm" else set()  # plugin.py
-    for line in lines.LINES:
-        if "npu" not in line.devices:
+    for row in releases.RELEASES:
+        if "npu" not in row.devices:
             continue  # the next test's
-        module = line.module(package)
+        module = row.module(package)
         has = {name for names in module.MODULES.values() for name in names}
         own = {name for name in vars(module) if not name.startswith("_")}
         assert has <= used <= has | own
@@ -66,17 +68,17 @@ def test_every_release_has_exactly_the_names_that_serving_uses(package):
 
 def test_the_release_for_nvidia_has_the_names_that_its_model_uses():
     shared = [SERVING / name for name in ("limits.py", "metrics.py", "registered.py")]
-    shared += {Path(inspect.getfile(patch.install)) for patch in compat.patches() if "0.33" in patch.lines}
-    used = {name for path in shared for module, name in imports(path) if module == f"{lines.__name__}.vllm"}
+    shared += {Path(inspect.getfile(patch.install)) for patch in compat.patches() if "0.33" in patch.releases}
+    used = {name for path in shared for module, name in imports(path) if module == f"{releases.__name__}.vllm"}
     model = [path for path in FILES if "cuda" in path.parts]
-    used |= {name for path in model for module, name in imports(path) if module.startswith(f"{lines.__name__}.vllm")}
+    used |= {name for path in model for module, name in imports(path) if module.startswith(f"{releases.__name__}.vllm")}
     has = {name for names in vllm_0_33.MODULES.values() for name in names}
     assert (used | {"ModelRegistry"}) - vars(vllm_0_33).keys() == has  # plugin.py takes that one
 
 
 def test_versions_are_compared_in_lines_only():
-    for path in Path(lines.__file__).parents[2].rglob("*.py"):
-        if {"lines", "emulator"} & set(path.parts):
+    for path in Path(releases.__file__).parents[2].rglob("*.py"):
+        if {"releases", "emulator"} & set(path.parts):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):
@@ -87,13 +89,13 @@ def test_versions_are_compared_in_lines_only():
 @pytest.mark.serving
 def test_vllm_has_every_name_of_its_release_and_of_the_repairs():
     pytest.importorskip("vllm")
-    for module, names in lines.here().module("vllm").MODULES.items():
+    for module, names in releases.here().module("vllm").MODULES.items():
         assert not [name for name in names if not hasattr(importlib.import_module(module), name)], module
     for path in (SERVING / "compat").glob("*.py"):
         own = [patch for patch in compat.patches() if patch.file == path.name]
-        here = {line for patch in own for line in patch.lines}
-        others = frozenset(patch.install.__name__ for patch in own if lines.here().name not in patch.lines)
-        for module, name in foreign(path, others) if lines.here().name in here else ():
+        here = {line for patch in own for line in patch.releases}
+        others = frozenset(patch.install.__name__ for patch in own if releases.here().name not in patch.releases)
+        for module, name in foreign(path, others) if releases.here().name in here else ():
             if name and module != "vllm._C":
                 found = importlib.import_module(module)
                 assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), f"{path.name}: {module}"
@@ -123,14 +125,14 @@ def test_vllm_ascend_has_every_name_of_its_release(line, machine, worker):
 
 
 def test_a_version_belongs_to_one_release_and_each_has_its_files():
-    for line in lines.LINES:
-        for release in line.vllm.releases:
-            assert lines.line_of(release) is lines.line_of(f"{release}+empty") is line
-        assert line.module("vllm").MODULES
-        assert "npu" not in line.devices or line.module("ascend").MODULES
-    assert lines.line_of("0.10.2") is lines.line_of(None) is None
+    for row in releases.RELEASES:
+        for release in row.vllm.releases:
+            assert releases.release_of(release) is releases.release_of(f"{release}+empty") is row
+        assert row.module("vllm").MODULES
+        assert "npu" not in row.devices or row.module("ascend").MODULES
+    assert releases.release_of("0.10.2") is releases.release_of(None) is None
 
 
 def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(AttributeError, match=r"FusedMo.*; it has .*FusedMoE"):
-        lines.resolve(vllm_0_11.MODULES, "FusedMo")
+        releases.resolve(vllm_0_11.MODULES, "FusedMo")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.setup.environments import ENVIRONMENTS
-from tests.serving.compat.of_line import ON_0_33
+from tests.serving.compat.of_release import ON_0_33
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ENVIRONMENTS["vllm033"].folder / "bin/python"
@@ -35,7 +35,7 @@ def run(python: Path | str, *files: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_tests_of_release_0_33_pass_without_a_skipped_file() -> None:
-    others = [*(f"tests/serving/compat/{name}" for name in ON_0_33), "tests/serving/lines/test_lines.py"]
+    others = [*(f"tests/serving/compat/{name}" for name in ON_0_33), "tests/serving/releases/test_releases.py"]
     others.append("tests/frontend")  # with anthropic's types, which this environment alone has
     done = run(PYTHON, "-m", "not emulated", *FILES, *others)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.lines import resolve
-from npu_gptoss.serving.lines.ascend_0_11 import STAYED
+from npu_gptoss.serving.releases import resolve
+from npu_gptoss.serving.releases.ascend_0_11 import STAYED
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import shared_storage_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from npu_gptoss.serving.lines import shared_storage_0_11
-from npu_gptoss.serving.lines.shared_storage_0_11 import parts
+from npu_gptoss.serving.releases import shared_storage_0_11
+from npu_gptoss.serving.releases.shared_storage_0_11 import parts
 from tests.checkpoints import write_random_checkpoint
 from tests.oracle import random_prompts
 from tests.serving.asking import VOCABULARY, ask, tokens
@@ -44,7 +44,7 @@ def server(start_engine: Callable[..., Any], checkpoint: Path) -> Callable[[Path
     def start(folder: Path) -> Any:
         transfer = {
             "kv_connector": "SharedFolderConnector",
-            "kv_connector_module_path": "npu_gptoss.serving.lines.shared_storage_0_11",
+            "kv_connector_module_path": "npu_gptoss.serving.releases.shared_storage_0_11",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": str(folder)},
         }

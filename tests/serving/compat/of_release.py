@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_gptoss.serving.lines import here
-from npu_gptoss.serving.lines.vllm import request_classes
+from npu_gptoss.serving.releases import here
+from npu_gptoss.serving.releases.vllm import request_classes
 
 LINE = here().name
 OLD = LINE == "0.11"

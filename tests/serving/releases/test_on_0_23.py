@@ -10,7 +10,7 @@ import pytest
 from ascend_emulator.launch import Machine, environment
 
 from emulator.tests.machine import venv
-from tests.serving.compat.of_line import ON_0_23
+from tests.serving.compat.of_release import ON_0_23
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 def test_the_tests_of_release_0_23_pass(chosen: str, least: int) -> None:
     machine = Machine("9.1")
     place = venv(machine)
-    others = ("admission/test_fields.py", "lines/test_lines.py")
+    others = ("admission/test_fields.py", "releases/test_releases.py")
     files = [f"tests/serving/{name}" for name in (*(f"compat/{name}" for name in ON_0_23), *others)]
     command = [str(place / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, *files]
     variables = environment(machine, place) | {
