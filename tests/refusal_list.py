@@ -45,10 +45,10 @@ def of_stack(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Refusal]:
         patched.setattr(ascend.cann, "find_toolkit", lambda: (folder, ""))
         patched.setattr(ascend.cann, "toolkit_version", lambda place: "9.1.0-beta.1")
         patched.setattr(ascend.ctypes, "CDLL", lambda name: SimpleNamespace())
-        patched.setattr(ascend.lines, "ascend_release", lambda: ascend.releases.ASCEND_RELEASES[1])
+        patched.setattr(ascend.releases, "ascend_release", lambda: ascend.releases.ASCEND_RELEASES[1])
         found = [ascend.event_objection(), ascend.cann_objection(), ascend.operator_objection()]
         for version in (None, "3.2.0"):
-            patched.setattr(ascend.lines, "installed", lambda *names, version=version: version)
+            patched.setattr(ascend.releases, "installed", lambda *names, version=version: version)
             found.append(ascend.triton_objection())
         found += [ascend.version_objection("9"), tensor_parallel_objection(gpt_oss_20b(), 3)]
     assert None not in found
