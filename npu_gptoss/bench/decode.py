@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from npu_gptoss.bench import session
+from npu_gptoss.bench.measure import synchronize
+from npu_gptoss.bench.profile import kernels_of, recording
 from npu_gptoss.bench.roofline import decode_work
 from npu_gptoss.bench.routing import distinct_experts
 from npu_gptoss.bench.session import DoesNotFit, Running
@@ -87,8 +89,12 @@ class SteadySteps:
             # the last generated token is not among the step's keys: it is the next step's input
             self.contexts = tuple(len(request.token_ids) - 1 for request in requests)
         if len(self.ends) > WARM_UP_STEPS + self._steps:
-            self.distinct = distinct_experts(self._engine)  # while the requests are still there
+            self.finish()
             raise _Enough
+
+    def finish(self) -> None:
+        """Called after the last step that counts, while the requests are still there."""
+        self.distinct = distinct_experts(self._engine)
 
     def run(self) -> DecodeRun:
         ends = self.ends[WARM_UP_STEPS:]
@@ -114,19 +120,49 @@ def check_fits(engine: Engine, batch: int, tokens: int) -> None:
         raise DoesNotFit(f"the engine runs {scheduler.max_batch_size} requests at once, got a batch of {batch}")
 
 
+class ProfiledSteps(SteadySteps):
+    """Records the device's kernels of exactly the steps that otherwise are timed.
+
+    It waits for the step in flight before recording starts; a step in flight at the end is waited for and counts.
+    """
+
+    def __call__(self, requests: Sequence[Request]) -> None:
+        if len(self.ends) == WARM_UP_STEPS:
+            synchronize(self._engine.device)
+            self.recorded = recording(self._engine.device)
+            self.recorded.start()
+        super().__call__(requests)
+
+    def finish(self) -> None:
+        synchronize(self._engine.device)
+        self.recorded.stop()
+
+
 def run_decode(engine: Engine, batch: int, context: int, steps: int, seed: int = 0) -> DecodeRun:
     """Measures one point. Raises InputError where the cache or the context is too small for it."""
+    watch = SteadySteps(engine, steps)
+    _decode(engine, batch, context, steps, seed, watch)
+    return watch.run()
+
+
+def profile_decode(engine: Engine, batch: int, context: int, steps: int = 8, seed: int = 0) -> list[dict[str, Any]]:
+    """The device's kernels of one step, as the mean of `steps`, longest first."""
+    watch = ProfiledSteps(engine, steps)
+    _decode(engine, batch, context, steps, seed, watch)
+    return kernels_of(watch.recorded, engine.device, steps)
+
+
+def _decode(engine: Engine, batch: int, context: int, steps: int, seed: int, watch: SteadySteps) -> None:
     # requests whose prompts are done early generate while others' are still computed
     ahead = math.ceil(batch * context / engine.scheduler.max_batch_tokens) + batch
     tokens = WARM_UP_STEPS + steps + 3 + ahead
     check_fits(engine, batch, context + tokens)
-    watch = SteadySteps(engine, steps)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = random_prompts(batch, context, engine.config.vocab_size, seed)
     try:
         engine.generate(prompts, params, on_step=watch)
     except _Enough:
-        return watch.run()
+        return
     raise AssertionError(f"{tokens} tokens were generated without {steps} steady steps in a row")
 
 
@@ -176,5 +212,6 @@ KIND = session.Kind(
     line=line,
     points=session.batches_by_contexts,
     measure=measure,
-    options=("--batch", "--context", "--steps", "--share-experts", "--json"),
+    profile=profile_decode,
+    options=("--batch", "--context", "--steps", "--profile", "--share-experts", "--json"),
 )

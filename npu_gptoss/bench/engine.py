@@ -24,6 +24,7 @@ def add_points(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     records.check_folder(args.out, *FILES)
+    args.profile = False
     with session.running_engine(args) as running:
         session.print_head({}, running.device, running.ceilings, args.gpu_price)
         print("  the files' `definitions` explain each number")

@@ -8,6 +8,7 @@ from typing import Any
 
 from npu_gptoss.bench import session
 from npu_gptoss.bench.decode import check_fits, random_prompts
+from npu_gptoss.bench.profile import device_kernels
 from npu_gptoss.bench.roofline import prefill_work
 from npu_gptoss.bench.session import Running
 from npu_gptoss.engine import Engine, SamplingParams
@@ -40,6 +41,12 @@ def run_prefill(engine: Engine, tokens: int, repeats: int, seed: int = 0) -> lis
         engine.generate([prompt], FIRST_TOKEN)
         times.append(time.perf_counter() - start)
     return times[1:]
+
+
+def profile_prefill(engine: Engine, tokens: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The device's kernels of one prompt, from an empty cache to its first token, longest first."""
+    prompt = random_prompts(1, tokens, engine.config.vocab_size, seed)
+    return device_kernels(lambda: engine.generate(prompt, FIRST_TOKEN), engine.device)
 
 
 def measure(running: Running, tokens: int) -> dict[str, Any]:
@@ -75,5 +82,6 @@ KIND = session.Kind(
     line=line,
     points=lambda args: {f"{tokens} tokens": (tokens,) for tokens in args.tokens},
     measure=measure,
-    options=("--tokens", "--repeats", "--share-experts", "--json"),
+    profile=profile_prefill,
+    options=("--tokens", "--repeats", "--profile", "--share-experts", "--json"),
 )

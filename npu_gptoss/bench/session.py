@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import provenance, records
+from npu_gptoss.bench import profile, provenance, records
 from npu_gptoss.bench.measure import measure_ceilings
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, model_name, random_tensors
 from npu_gptoss.bench.roofline import NOMINAL, Ceilings, Work, beside_floor, dollars_per_million
@@ -71,6 +71,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--tokens": {"default": [8192], "help": "of a prefill", **COUNTS},
     "--repeats": {"default": 3, "help": "prompts measured", **COUNT},
     "--samples": {"default": 20, "help": "of each timing", **COUNT},
+    "--profile": {"action": "store_true", "help": "show the device's kernels inside each point"},
     "--share-experts": {
         "choices": (TENSOR, EXPERT),
         "default": TENSOR,
@@ -135,7 +136,8 @@ class Kind:
     """An action that measures an engine.
 
     head, line: of the printed table. points: name of each point -> its arguments. measure: called with a `Running` and
-    a point's arguments; it returns a record. options, defaults: as `add_options`.
+    a point's arguments; it returns a record. profile: called with the engine and the same; it returns the device's
+    kernels. options, defaults: as `add_options`.
     """
 
     what: str
@@ -144,6 +146,7 @@ class Kind:
     line: Callable[[Record], str]
     points: Callable[[argparse.Namespace], Mapping[str, tuple[int, ...]]]
     measure: Callable[..., Record]
+    profile: Callable[..., list[Record]] | None = None
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -209,6 +212,9 @@ def measure_kind(kind: Kind, running: Running) -> int:
             continue
         row = {key: significant(value) for key, value in row.items()}
         say(kind.line(row))
+        if kind.profile is not None and running.args.profile:
+            row["inside"] = kind.profile(running.engine, *point)
+            say(profile.table(row["inside"]))
         kept.add(row)
     return kept.end()
 

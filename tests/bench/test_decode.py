@@ -115,3 +115,9 @@ def test_the_record_holds_the_run_beside_its_floors(engine):
 def test_batch_that_the_engine_would_split_is_refused(engine, batch, context, message):
     with pytest.raises(InputError, match=message):
         run_decode(engine, batch=batch, context=context, steps=2)
+
+
+def test_a_profile_counts_each_layers_work_once_a_step(engine):
+    """On a CPU, torch's operators stand in for the device's kernels."""
+    found = {each["name"]: each["calls"] for each in decode.profile_decode(engine, batch=2, context=20, steps=3)}
+    assert engine.config.num_hidden_layers in [calls for name, calls in found.items() if "attention.paged" in name]
