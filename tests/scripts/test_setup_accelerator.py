@@ -134,9 +134,7 @@ def driver(tmp_path: Path) -> dict[str, str]:
     return {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
 
 
-def test_make_serve_on_a_machine_with_a_gpu_sets_up_and_runs_the_environment_for_it(
-    checkout: Path, driver: dict[str, str]
-) -> None:
+def test_make_serve_with_a_gpu_sets_up_and_runs_its_environment(checkout: Path, driver: dict[str, str]) -> None:
     asked = serve(checkout, "MODEL=/my models/20b", "PORT=8001", **driver)
     assert asked.stdout.splitlines() == [
         "set-up cuda",

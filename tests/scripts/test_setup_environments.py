@@ -110,7 +110,7 @@ def test_a_file_with_another_hash_is_never_installed(checkout: Checkout) -> None
     assert checkout.installed() == set()
 
 
-def test_a_version_that_the_index_lacks_is_named_and_unlocked_takes_another(checkout: Checkout) -> None:
+def test_missing_version_is_named_and_unlocked_takes_another(checkout: Checkout) -> None:
     checkout.write_lock("9.9", "0" * 64)
     done = checkout.set_up()
     assert done.returncode == 1

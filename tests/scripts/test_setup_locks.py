@@ -53,7 +53,7 @@ def test_the_image_for_a_910b_has_what_its_emulation_was_tested_with(stack: str)
     }
 
 
-def test_the_image_for_a_910b_has_the_triton_that_kernels_are_compiled_with() -> None:
+def test_910b_image_has_the_triton_that_compiles_kernels() -> None:
     """It needs a C++ compiler beside it, and no package that takes its module name."""
     images = {stack: pins(f"910b-{stack}") for stack in ASCEND_STACKS}
     compiler = pins("ascend-compiler")["triton-ascend"]
