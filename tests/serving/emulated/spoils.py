@@ -148,7 +148,7 @@ def _compute_slot_mapping_kernel(*arguments: Any) -> None:
     """vLLM 0.23's kernel of a step's slots on a card without Triton-Ascend: the decorator returns the function."""
 
 
-def all_to_all(*arguments: Any) -> Any:
+def all_to_all(*arguments: Any, **options: Any) -> Any:
     from vllm_ascend.ascend_forward_context import MoECommType
 
     return MoECommType.ALLTOALL
