@@ -270,7 +270,7 @@ def test_chats_end_where_harmony_says_unless_they_are_to_go_on(monkeypatch, chat
     asked: list[SamplingParams] = []
 
     class Recording:
-        device = "cpu"
+        device, config = SimpleNamespace(type="cpu"), SimpleNamespace(hidden_size=4096)
         encode = staticmethod(list)
 
         def __init__(self, model: Path, **options: Any) -> None:
