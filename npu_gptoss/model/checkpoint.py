@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.config import CONFIG_NAME, GptOssConfig
+from npu_gptoss.model.foreign import refuse_foreign
 from npu_gptoss.model.layout import (
     FLOATS,
     PACKED,
@@ -55,6 +56,8 @@ def check_checkpoint(directory: str | os.PathLike[str], config: GptOssConfig) ->
     """
     directory = Path(directory)
     found, expected = find_tensors(directory), expected_tensors(config)
+    if found.keys() != expected.keys():
+        refuse_foreign(directory, found)
     check_layout(found, config, directory)
     check_names(found, expected, directory)
     for name, spec in expected.items():

@@ -29,6 +29,7 @@ from npu_gptoss.model.config_fields import (
     read_fields,
     refuse,
 )
+from npu_gptoss.model.foreign import refuse_foreign
 
 CONFIG_NAME = "config.json"
 TENSOR_PARALLEL = "--tensor-parallel-size"
@@ -161,15 +162,19 @@ class GptOssConfig:
         directory = Path(path)
         file = directory / CONFIG_NAME
         if not is_directory(directory, ConfigError):
+            refuse_foreign(directory, error=ConfigError)
             _refuse_directory(directory, "there is no such directory")
         if not is_there(file, ConfigError):
             if is_there(directory / _ADAPTER, ConfigError):
-                _refuse_directory(directory, f"this is an adapter ({_ADAPTER})", "merge it into its base model")
+                merge = f"merge it: `npu-gptoss convert BASE BASE-merged --lora {directory}`"
+                _refuse_directory(directory, f"this is an adapter ({_ADAPTER})", merge)
+            refuse_foreign(directory, error=ConfigError)
             _refuse_directory(directory, f"the directory has no {CONFIG_NAME}")
         values = read_json(file, ConfigError)
         try:
             return cls.from_dict(values)
         except ConfigError as error:
+            refuse_foreign(directory, values=values, files=False, field=error.field, error=ConfigError)
             raise error.at(file) from None
 
     def to_dict(self) -> dict[str, Any]:

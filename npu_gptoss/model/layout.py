@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from npu_gptoss.errors import short
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.foreign import convert_command
 from npu_gptoss.model.safetensors_reader import CheckpointError, listed
 from npu_gptoss.moe.mxfp4 import GROUP
 
@@ -159,6 +161,8 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, sp
         remedy = "Take the official MXFP4 checkpoint or a BF16 one."
         if dtype == torch.float16:
             remedy = "float16 has cut off what exceeds its range. " + remedy
+            if isinstance(where, Path):
+                remedy += f" What is left, `{convert_command(where.parent)}` turns into BF16."
         allowed = " or ".join(map(dtype_name, spec.dtypes))
         raise CheckpointError(
             f"{where}: {name} should have dtype {allowed}, got {short(dtype_name(dtype))}. {remedy}", field=name

@@ -21,6 +21,7 @@ import torch
 
 from npu_gptoss.errors import quoted, short
 from npu_gptoss.files import MOST_HEADER_BYTES, CheckpointError, is_directory, is_there, parse_json, read_json, reason
+from npu_gptoss.model.foreign import refuse_foreign
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -76,6 +77,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     if is_there(index):
         return _read_shards(directory, _read_index(index))
     if not is_there(single):
+        refuse_foreign(directory)
         raise CheckpointError(
             f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}", field=str(directory)
         )
