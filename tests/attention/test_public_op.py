@@ -16,52 +16,33 @@ from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, 
 from tests.refused import refused
 
 
-@pytest.mark.parametrize(
-    ("sinks", "field"),
-    [
-        (None, "sinks"),
-        (torch.zeros(1), "sinks"),
-        (torch.zeros(HEADS, 1), "sinks"),
-    ],
-)
-def test_missing_or_misshapen_sinks_are_refused(sinks, field):
-    with refused(field):
-        make_step([(1, 5)]).run(sinks=sinks)
-
-
 def test_float16_is_refused_with_the_dtypes_that_work():
     step = make_step([(1, 5)], torch.float16)
     with pytest.raises(InputError, match="needs bfloat16 or float32 query, got float16"):
         step.run()
 
 
-def test_a_window_of_zero_is_refused():
-    with refused("sliding_window"):
-        make_step([(1, 5)]).run(sliding_window=0)
-
-
-def test_heads_that_cannot_share_keys_are_refused():
-    step = make_step([(1, 5)])
-    with refused("query"):
-        paged_attention(step.query[:, :7], step.key_cache, step.value_cache, step.metadata, step.sinks[:7], scale=SCALE)
-
-
-def test_too_few_rows_and_wrong_shapes_are_refused():
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        *(
+            (lambda step, sinks=sinks: {"sinks": sinks}, "sinks")
+            for sinks in (None, torch.zeros(1), torch.zeros(HEADS, 1))
+        ),
+        (lambda step: {"sliding_window": 0}, "sliding_window"),
+        (lambda step: {"query": step.query[:, :7], "sinks": step.sinks[:7]}, "query"),
+        (lambda step: {"query": step.query[:2]}, "query"),
+        (lambda step: {"query": step.query.flatten(1)}, "query"),
+        (lambda step: {"key_cache": step.key_cache[..., :32]}, "key_cache"),
+        (lambda step: {"value_cache": step.value_cache.flatten(0, 1)}, "value_cache"),
+        (lambda step: {name: getattr(step, name)[:, :, :0] for name in ("key_cache", "value_cache")}, "query"),
+        (lambda step: {"out": torch.empty(2, HEADS, HEAD_DIM)}, "out"),
+    ],
+)
+def test_attention_that_cannot_be_right_is_refused(changes, field):
     step = make_step([(3, 5)])
-    for change, field in (
-        ({"query": step.query[:2]}, "query"),
-        ({"query": step.query.flatten(1)}, "query"),
-        ({"key_cache": step.key_cache[..., :32]}, "key_cache"),
-        ({"value_cache": step.value_cache.flatten(0, 1)}, "value_cache"),
-    ):
-        arguments = {"query": step.query, "key_cache": step.key_cache, "value_cache": step.value_cache, **change}
-        with refused(field):
-            paged_attention(*arguments.values(), step.metadata, step.sinks, scale=SCALE)
-    no_heads = step.key_cache[:, :, :0], step.value_cache[:, :, :0]
-    with refused("query"):
-        paged_attention(step.query, *no_heads, step.metadata, step.sinks, scale=SCALE)
-    with refused("out"):
-        step.run(out=torch.empty(2, HEADS, HEAD_DIM))
+    with refused(field):
+        step.run(**changes(step))
 
 
 def test_a_cache_that_the_new_keys_do_not_fit_is_refused():

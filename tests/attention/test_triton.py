@@ -10,14 +10,7 @@ import torch
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.tiles import trial
 from tests.attention.cases import HEAD_DIM, SCALE, Shape, as_decode, check, interleaved, make_step
-from tests.attention.triton_run import (
-    DECODE_MUTATIONS,
-    PROMPT_MUTATIONS,
-    SETTLED_MUTATIONS,
-    check_notices,
-    check_written,
-    run_triton,
-)
+from tests.attention.triton_run import MISTAKES, check_notices, check_written, run_triton
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
 
@@ -123,13 +116,6 @@ def test_first_keys_loaded_before_the_newest_is_there_change_nothing(monkeypatch
     assert all(torch.equal(run_triton(step, w), one) for w, one in zip((None, 17), want, strict=True))
 
 
-@pytest.mark.parametrize("mutation", SETTLED_MUTATIONS)
-def test_the_check_notices_a_mistake_about_the_newest_key(mutation, monkeypatch, tmp_path):
-    monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
-    step = as_decode(make_step(DECODE), max_seq_len=400)
-    check_notices(SETTLED_MUTATIONS[mutation], monkeypatch, tmp_path, step, (None,))
-
-
 def test_a_length_beyond_the_table_is_cut_there():
     """A step that will be discarded may be one token too long; it must not read beyond the table."""
     step = as_decode(make_step([(1, 32)]), max_seq_len=32)
@@ -202,16 +188,15 @@ def test_arguments_that_kernels_cannot_take_are_refused():
         run_triton(spread, None)
 
 
-@pytest.mark.parametrize("mutation", DECODE_MUTATIONS)
-def test_the_check_notices_a_mistake_in_decode(mutation, monkeypatch, tmp_path):
-    step = make_step([(1, 17), (1, 128), (1, 300)])
-    check_notices(DECODE_MUTATIONS[mutation], monkeypatch, tmp_path, step, (None, 128))
-
-
-@pytest.mark.parametrize("mutation", PROMPT_MUTATIONS)
-def test_the_check_notices_a_mistake_in_prompts(mutation, monkeypatch, tmp_path):
-    step = make_step([(30, 80), (17, 17)])
-    check_notices(PROMPT_MUTATIONS[mutation], monkeypatch, tmp_path, step, (None, 20))
+@pytest.mark.parametrize(("kernel", "mistake"), [each for each in MISTAKES if each[0] != "hopper"])
+def test_the_check_notices_a_mistake(kernel, mistake, monkeypatch, tmp_path):
+    step, windows = make_step([(1, 17), (1, 128), (1, 300)]), (None, 128)
+    if kernel == "settled":
+        monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
+        step = as_decode(make_step(DECODE), max_seq_len=400)
+    elif kernel != "decode":
+        step, windows = make_step([(30, 80), (17, 17)]), (None, 20)
+    check_notices(kernel, mistake, monkeypatch, tmp_path, step, windows)
 
 
 def test_the_scale_is_the_callers():

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU in bf16, at gpt-oss's sizes, against the definition, plain torch and their mistakes."""
+"""The Triton kernels on a GPU in bf16, at gpt-oss's sizes, against the definition and plain torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from npu_gptoss.dense import reference, small_ops
-from npu_gptoss.verify.calls import Check
-from npu_gptoss.verify.mutations import Mutation
 from tests.dense import test_kernels as cpu
 from tests.dense.cases import Case, Sizes, make_case
 from tests.tolerances import assert_close
@@ -102,16 +100,6 @@ def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(first: bool) -> 
 def test_a_row_of_nan_chooses_experts_that_are_there(kernel: Callable) -> None:
     case = make_case(3, sizes=SIZES, device="cuda")
     cpu.assert_that_nan_chooses_experts_that_are_there(kernel, case, SIZES.experts)
-
-
-@pytest.mark.parametrize(("check", "mutation"), cpu.MISTAKES)
-def test_the_comparison_notices_in_bf16(check: Check, mutation: Mutation) -> None:
-    """The difference is larger than rounding."""
-    for answers in cpu.mistaken(check, mutation, "bfloat16"):
-        pairs = ((got.float(), want.float()) for got, want in zip(*answers, strict=True))
-        if max((got - want).norm() / want.norm() for got, want in pairs) > 0.02:
-            return
-    pytest.fail("no call shows it")
 
 
 @pytest.mark.parametrize("rows", [1, 8, 130])

@@ -18,7 +18,6 @@ from tests.docker.dashboard import (
     Query,
     alerts,
     kept_labels,
-    missing,
     queries,
     series,
 )
@@ -26,7 +25,6 @@ from tests.docker.dashboard import (
 (SOURCE,) = yaml.safe_load((ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml").read_text())[
     "datasources"
 ]
-EXPOSED = {"a_total": {"engine", "mode"}, "b_bucket": {"engine", "le"}}
 
 
 @pytest.mark.parametrize("query", queries(), ids=lambda query: f"{query.panel}: {query.legend}")
@@ -52,20 +50,6 @@ def test_a_value_that_alarms_is_not_marked_on_its_panel() -> None:
     defaults = {panel["title"]: panel.get("fieldConfig", {}).get("defaults", {}) for panel in DASHBOARD["panels"]}
     marked = {title for title, values in defaults.items() if len(values.get("thresholds", {}).get("steps", ())) > 1}
     assert {"KV cache in use", "Refused and failed requests per minute", "Padded tokens"} <= marked
-
-
-def test_the_checks_see_what_is_wrong() -> None:
-    good = (
-        'sum by (mode) (rate(a_total{engine=~".*"}[1m])) / 2'
-        " + histogram_quantile(0.5, sum by (le) (rate(b_bucket[1m])))"
-    )
-    assert missing(good, EXPOSED) == []
-    assert missing("rate(c_total[1m])", EXPOSED) == ["there is no c_total"]
-    assert missing('a_total{kind="x"}', EXPOSED) == ["a_total has no label kind"]
-    assert missing("sum by (le) (a_total)", EXPOSED) == ["a_total has no label le"]
-    assert kept_labels("sum(a_total) / sum by (mode) (a_total)") == {"mode"}
-    with pytest.raises(ValueError, match="parenthesis"):
-        series("sum by mode rate(a_total[1m]")
 
 
 def test_each_of_our_metrics_has_a_panel_and_an_explanation() -> None:

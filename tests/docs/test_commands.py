@@ -123,25 +123,6 @@ def test_a_program_takes_every_command_of_a_page(page: Path) -> None:
                 pytest.fail(f"{command.place}: `{command.text}`: {error}")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "npu-gptoss kernels list --jason",
-        "npu-gptoss sing",
-        "npu-gptoss emulate -- npu-gptoss verify --mutilate",
-        "X=1 npu-gptoss kernels list | npu-gptoss kernels lost  # both",
-        "python research/tiny_mmlu.py DIR --questoins 4",
-        "python scripts/no_such.py",
-        "torchrun --nproc-per-node 2 -m npu_gptoss.cli generate --model DIR --prompt x --pt 2",
-        "make tea",
-        "make serve PROT=8001",
-    ],
-)
-def test_a_made_up_option_is_found(text: str) -> None:
-    with pytest.raises((SystemExit, OSError)):
-        check(text)
-
-
 @pytest.mark.serving
 @pytest.mark.slow
 def test_vllm_takes_every_vllm_serve_of_a_page() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss import envs
 from npu_gptoss.doctor.memory import CARD, PUBLISHED_20B, PUBLISHED_120B, choice_of
 from npu_gptoss.model.device_memory import Part, gib, kv_bytes_per_token, thousands
 from npu_gptoss.serving.ascend.sizes import most_sizes
@@ -25,12 +24,6 @@ CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
 def test_a_generated_table_is_up_to_date(writer: object) -> None:
     text = (ROOT / writer.TABLES.page).read_text(encoding="utf-8")
     assert writer.TABLES.written(text) == text, f"python {writer.TABLES.script} --write"
-
-
-def test_a_variable_that_the_page_lacks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = envs.Variable("NPU_GPTOSS_NEW", str, "", "something new")
-    monkeypatch.setitem(envs.VARIABLES, new.name, new)
-    assert "| `NPU_GPTOSS_NEW` | text | unset | something new |" in configuration_page.TABLES.written(CONFIGURATION)
 
 
 def table(page: str, mark: str) -> list[list[str]]:

@@ -64,15 +64,7 @@ def test_dtypes_follow_the_name_or_the_checkpoint() -> None:
     assert resolve_dtype(torch.bfloat16, random_config(dtype="float32")) == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("float16", "dtype"),
-        (torch.float16, "dtype"),
-        ("int8", "dtype"),
-        ("half", "dtype"),
-    ],
-)
-def test_other_dtypes_are_refused(name: str | torch.dtype, field: str) -> None:
-    with refused(field):
+@pytest.mark.parametrize("name", ["float16", torch.float16, "int8", "half"])
+def test_other_dtypes_are_refused(name: str | torch.dtype) -> None:
+    with refused("dtype"):
         resolve_dtype(name, random_config())

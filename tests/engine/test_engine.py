@@ -313,18 +313,8 @@ def test_the_logits_of_a_long_prompt_are_held_a_few_rows_at_a_time(engine, monke
 # Wrong input
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "the prompt is empty"),
-        ([1, 512], "token id 512 is not in the vocabulary: expected 0 to 511"),
-        ([-1], "token id -1 is not in the vocabulary"),
-        ([1.5], "a prompt is text or a list of token ids"),
-        (7, "a prompt is text or a list of token ids"),
-        ([1] * 4000, "the prompt has 4000 tokens, but the cache holds 3200"),
-    ],
-)
-def test_a_prompt_that_cannot_run_is_refused_by_number(engine: Engine, prompt: object, message: str) -> None:
+@pytest.mark.parametrize("prompt", [[], [1, 512], [-1], [1.5], 7, [1] * 4000])
+def test_a_prompt_that_cannot_run_is_refused(engine: Engine, prompt: object) -> None:
     with refused("prompt"):
         engine.generate([[1], prompt], SamplingParams(max_tokens=1))
     assert is_idle(engine)

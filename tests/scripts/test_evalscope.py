@@ -163,27 +163,3 @@ def test_evalscope_draws_a_thousand_questions_for_the_gate() -> None:
     )
     done = subprocess.run([str(EVALSCOPE), "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1000"
-
-
-@pytest.mark.long
-def test_the_score_falls_to_nothing_without_the_sinks(folder: Path, finished: str) -> None:
-    """Also shows McNemar's test on real runs: the report names the better one."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from npu_gptoss.tiny.checkpoint import write_tiny
-
-    write_tiny(folder / "sinkless", trained=True)
-    path = folder / "sinkless/model.safetensors"
-    tensors = load_file(path)
-    sinks = [name for name in tensors if name.endswith("sinks")]
-    assert sinks
-    save_file({**tensors, **{name: torch.full_like(tensors[name], -1e4) for name in sinks}}, path, {"format": "pt"})
-    with serve_sh(folder / "sinkless", folder / "sinkless.log") as server:
-        done = mmlu(server, folder, "wrong", "--limit", "5")
-    assert done.returncode == 0
-    assert score(done.stdout)[0] < 30, "chance is 25"
-    compared = report(folder / "right", "--against", folder / "wrong")
-    assert "The first run is better" in compared
-    assert float(re.search(r"p = (\S+)", compared)[1]) < 1e-3
-    assert f"20 questions in both, {QUESTIONS - 20} in only one" in compared

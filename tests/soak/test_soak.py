@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,8 @@ import torch
 
 from npu_gptoss.errors import InputError
 from tests.soak import report
-from tests.soak.honest import KINDS, Said, Wrong, read_response_stream
-from tests.soak.run import Findings, Soak, ask, refuse_other_machines
+from tests.soak.honest import Said
+from tests.soak.run import Findings, Soak, refuse_other_machines
 from tests.soak.server import Sample, Stack, start
 
 REQUESTS = 120
@@ -27,99 +24,6 @@ def test_a_server_of_another_machine_is_never_asked(url: str) -> None:
     refuse_other_machines("http://[::1]:8000")
     with pytest.raises(InputError, match="loopback"):
         Soak(url, 1)
-
-
-@asynccontextmanager
-async def server(status: int, lines: list[str]) -> AsyncIterator[str]:
-    """The address of an HTTP server on a free port that answers every request with these lines."""
-    from aiohttp import web
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        await request.read()
-        response = web.StreamResponse(status=status)
-        await response.prepare(request)
-        for line in lines:
-            await response.write(line.encode() + b"\n\n")
-        return response
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def delta(text: str, finish: str | None = None) -> str:
-    return "data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]})
-
-
-SUM = {"content": "3 + 4 = 7.", "reasoning": "", "calls": [], "finish": "stop"}
-WHOLE = [delta("3 + 4 "), delta("= 7.", "stop"), "data: [DONE]"]
-
-
-@pytest.mark.parametrize(
-    ("status", "lines", "words"),
-    [
-        (200, WHOLE, None),
-        (200, WHOLE[:-1], "without \\[DONE\\]"),
-        (200, [WHOLE[0], WHOLE[2]], "one finish_reason"),
-        (200, [WHOLE[0], 'data: {"error": {"message": "no"}}', *WHOLE[1:]], "error within"),
-        (500, ["no"], "answered 500"),
-        (200, ["data: [DONE]"], "empty stream"),
-        (200, ["data: {", "data: [DONE]"], "another shape"),
-    ],
-    ids=["whole", "cut off", "no end", "an error within", "500", "empty", "no JSON"],
-)
-def test_a_stream_that_loses_something_is_found(status: int, lines: list[str], words: str | None) -> None:
-    async def run() -> Any:
-        soak = Soak("http://127.0.0.1:1", 1)
-        async with server(status, lines) as url, soak.session() as session:
-            return (await ask(session, url, KINDS[1][1](1), {}))[0]
-
-    if words is None:
-        assert asyncio.run(run()) == SUM
-    else:
-        with pytest.raises(Wrong, match=words):
-            asyncio.run(run())
-
-
-def test_a_response_with_other_deltas_than_its_object_is_found() -> None:
-    part = {"type": "message", "content": [{"text": "3 + 4 = 7."}]}
-    events = [
-        {"type": "response.output_text.delta", "sequence_number": 0, "delta": "3 + 4 = 7."},
-        {"type": "response.completed", "sequence_number": 1, "response": {"status": "completed", "output": [part]}},
-    ]
-    assert read_response_stream(events)["items"] == [["message", "3 + 4 = 7."]]
-    for broken in ([{**events[0], "delta": "3"}, events[1]], events[:1], [events[0], {**events[1], **events[0]}]):
-        with pytest.raises(Wrong):
-            read_response_stream(broken)
-
-
-@pytest.mark.parametrize(
-    ("kind", "content", "outcome"),
-    [
-        ("chat", "3 + 4 = 7.", "equal"),
-        ("chat", "3 + 4 = 8.", "different"),
-        ("structured output", '"summer"', "wrong"),
-    ],
-)
-def test_an_answer_other_than_alone_or_than_its_schema_is_found(kind: str, content: str, outcome: str) -> None:
-    make = next(make for _, make in KINDS if make(1).kind == kind)
-    message = {"message": {"content": content}, "finish_reason": "stop"}
-
-    async def found() -> Findings:
-        async with server(200, [json.dumps({"choices": [message]})]) as url:
-            soak = Soak(url, 1)
-            soak.alone[make(0).key] = SUM, None
-            async with soak.session() as session:
-                await soak.honest(session, make, 1)
-        return soak.findings
-
-    assert asyncio.run(found()).number("honest", outcome) == 1
 
 
 def record(**fields: Any) -> report.Record:
