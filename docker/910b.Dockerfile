@@ -51,7 +51,7 @@ COPY npu_gptoss npu_gptoss
 RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && rm -rf build npu_gptoss ./*.egg-info
 
-COPY scripts/serve.sh scripts/lib.sh scripts/when_ready.py scripts/serve_here.py scripts/
+COPY scripts/serve.sh scripts/lib.sh scripts/serve_here.py scripts/
 COPY docker/entrypoint.sh docker/healthcheck.py docker/preflight.py docker/vocabulary.py docker/
 RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 docker/vocabulary.py vocabulary
 

@@ -95,7 +95,8 @@ tell_exposure() {
 tell_when_ready() {
     (
         cd "$1/.." || exit
-        "$2" -m scripts.when_ready $$ "$3" "$4" "$5" "$6" 2>/dev/null &
+        "$2" -c 'import sys; from scripts import serve_here; serve_here.invite_when_ready(*sys.argv[1:])' \
+            $$ "$3" "$4" "$5" "$6" 2>/dev/null &
     )
 }
 

@@ -75,5 +75,5 @@ quoted "$@"
 [ ! -e "$out" ] || fail "$out exists already; name another folder with --out."
 log=$out/evalscope.log
 mkdir -p "$out"
-{ "$@" && status=0 || status=$?; printf '\nexit %s\n' "$status"; } 2>&1 | "$python" "$here/perf_progress.py" "$log"
+{ "$@" && status=0 || status=$?; printf '\nexit %s\n' "$status"; } 2>&1 | "$python" "$here/perf_report.py" "$log" --follow
 exec "$python" "$here/perf_report.py" "$out" --output "$output"

@@ -1,21 +1,28 @@
 """One table from the results of scripts/perf.sh, with the meaning of each column; for a 20b the article's numbers too.
 
     perf_report.py DIR [--output 128]
+    { evalscope perf …; echo "exit $?"; } 2>&1 | perf_report.py LOG --follow
 
 Reads the `benchmark_summary.json` that evalscope perf wrote for each run. Standard library only. Exit status 1 when a
-request failed or an answer is shorter than was asked for: then the times mean something else.
+request failed or an answer is shorter than was asked for: then the times mean something else. With --follow it writes
+what evalscope prints to LOG, shows its progress, and exits with its status.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 SUMMARY = "benchmark_summary.json"
+PROGRESS = re.compile(r"Processing\[parallel_(\d+)_number_\d+\].*?(\d+)/(\d+)")
+LAST_LINES = 25
 # The Ascend article's results for gpt-oss-20b, ten requests at a time, 128/128, on one 910B3. It prints the first row;
 # the second follows from the percentages that it gives (-84.57 %, -31.97 %, -85.29 %).
 ARTICLE = (
@@ -99,11 +106,52 @@ def table(runs: Sequence[Run], with_article: bool) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
+def lines(stream: BinaryIO) -> Iterator[str]:
+    """Ends with a carriage return, too: a bar of tqdm is drawn over itself."""
+    rest = b""
+    while chunk := stream.read1(65536):
+        *whole, rest = re.split(rb"[\r\n]", rest + chunk)
+        yield from (line.decode(errors="replace") for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def follow(printed: Iterable[str], log: Path, terminal: bool) -> int:
+    """Returns evalscope's exit status. terminal: the progress is drawn over itself; else a line for each run."""
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    status, shown = 1, ""
+    with log.open("w") as file:
+        for line in printed:
+            if ended := re.fullmatch(r"exit (\d+)", line):
+                status = int(ended[1])
+                continue
+            file.write(line + "\n")
+            file.flush()
+            if line.strip():
+                last.append(line)
+            if found := PROGRESS.search(line):
+                parallel, done, total = found.groups()
+                said = f"perf.sh: {parallel} at a time: {done} of {total} requests"
+                if said != shown and (terminal or done == total):
+                    shown = said
+                    start, end = ("\r", "\n" if done == total else "") if terminal else ("", "\n")
+                    print(f"{start}{said}", end=end, file=sys.stderr, flush=True)
+    if status:
+        print(
+            "\n".join(("", *last, f"perf.sh: evalscope ended with status {status}; all it said: {log}")),
+            file=sys.stderr,
+        )
+    return status
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="what scripts/perf.sh got as --out")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer that were asked for (default 128)")
+    parser.add_argument("--follow", action="store_true", help="write standard input to this file, show the progress")
     options = parser.parse_args(arguments)
+    if options.follow:
+        return follow(lines(sys.stdin.buffer), options.folder, sys.stderr.isatty())
     try:
         runs = read_runs(options.folder)
     except ReportError as error:
@@ -124,3 +172,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except BrokenPipeError:  # the report | head
         sys.stderr.close()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -344,6 +344,26 @@ def example_request(url: str, name: str, question: str, keyed: bool = False) -> 
     )
 
 
+def invitation(seconds: float, url: str, name: str, keyed: bool) -> str:
+    """The text of a server that is ready, with a request to try."""
+    request = example_request(url, name, TINY_QUESTION if name == TINY_NAME else OWN_QUESTION, keyed)
+    where = f"{name} at {url}/v1 (any OpenAI client)"
+    return f"\nready after {seconds:.0f} s: {where}. Try, in another terminal:\n\n  {request}\n"
+
+
+def invite_when_ready(pid: str, host: str, port: str, name: str, keyed: str) -> None:
+    """Waits until the server with this process answers, or has ended: the last part of serve.sh."""
+    url, begin, state = local_url(host, int(port)), time.monotonic(), Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(FileNotFoundError):
+        while state.read_text().rpartition(")")[2].split()[0] != "Z":  # which has ended and waits for its parent
+            try:
+                with DIRECT.open(f"{url}/health", timeout=5):
+                    print(invitation(time.monotonic() - begin, url, name, bool(keyed)))
+                    return
+            except OSError:
+                time.sleep(1)
+
+
 def _interrupt(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
 
@@ -352,7 +372,7 @@ def run(options: argparse.Namespace) -> int:
     port = check_port(options.host, options.port)
     envs.get("NPU_GPTOSS_DRAIN_SECONDS")
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
-    name, question = (model.name, OWN_QUESTION) if options.model else (TINY_NAME, TINY_QUESTION)
+    name = model.name if options.model else TINY_NAME
     environment = serving_environment(model, ensure_vocabulary(model), on=options.on)
     flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
     command = serve_command(model, name, options.host, port, flags, options.on)
@@ -371,9 +391,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         seconds = wait_until_ready(process, url, log, progress=show_progress(log))
         print("".join(f"\n{sentence}" for sentence in ours(log)), end="")
-        print(f"\nready after {seconds:.0f} s: {name} at {url}/v1 (any OpenAI client). Try, in another terminal:\n")
-        print(f"  {example_request(url, name, question, keyed)}\n")
-        print("Ctrl-C stops the server.", flush=True)
+        print(invitation(seconds, url, name, keyed), "Ctrl-C stops the server.", sep="\n", flush=True)
         code = process.wait()
         reason = likely_reason(log)
         raise ServeError(

@@ -6,7 +6,6 @@ python scripts/docs/configuration_page.py --write
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -53,9 +52,5 @@ TABLES = Tables(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return TABLES.main(__doc__, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLES.main(__doc__))

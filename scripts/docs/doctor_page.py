@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -70,9 +69,5 @@ TABLES = Tables(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return TABLES.main(__doc__, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLES.main(__doc__))

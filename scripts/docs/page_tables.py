@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,10 @@ class Tables:
             text = f"{before}{begin}\n{table()}\n\n{end}{after}"
         return text
 
-    def main(self, description: str, arguments: Sequence[str] | None = None) -> int:
+    def main(self, description: str) -> int:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--write", action="store_true", help="write the page")
-        args = parser.parse_args(arguments)
+        args = parser.parse_args()
         page = ROOT / self.page
         before = page.read_text(encoding="utf-8")
         after = self.written(before)

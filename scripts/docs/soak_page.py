@@ -8,7 +8,6 @@ python scripts/docs/soak_page.py --write
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,9 +27,5 @@ def soaked(folder: Path = FOLDER) -> str:
 TABLES = Tables(script="scripts/docs/soak_page.py", page=PAGE, tables={"soak": soaked})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return TABLES.main(__doc__, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLES.main(__doc__))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,9 +35,5 @@ def repairs() -> str:
 TABLES = Tables(script="scripts/docs/upstream_page.py", page="docs/upstream.md", tables={"repairs": repairs})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return TABLES.main(__doc__, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TABLES.main(__doc__))

@@ -17,7 +17,6 @@ from scripts.serve_here import serve_command
 from tests.markdown import ROOT
 
 WRITERS = (configuration_page, doctor_page, soak_page, upstream_page)
-CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.TABLES.page)

@@ -69,7 +69,7 @@ def rope_buffer() -> dict[str, Any]:
     }
 
 
-def yarn_truncate() -> list[bool] | str:
+def yarn_truncate() -> list[bool]:
     """The argument's way to vLLM's class, which gets a constructor that takes it."""
     from vllm.model_executor.layers.rotary_embedding import YaRNScalingRotaryEmbedding
 
@@ -80,11 +80,8 @@ def yarn_truncate() -> list[bool] | str:
         stock(self, *args, **kwargs)
 
     YaRNScalingRotaryEmbedding.__init__ = __init__
-    try:
-        rotary(truncate=False)
-        rotary()
-    except TypeError as error:
-        return str(error).partition("__init__() ")[2]
+    rotary(truncate=False)
+    rotary()
     return taken
 
 

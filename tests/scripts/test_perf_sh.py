@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import perf_progress, perf_report
+from scripts import perf_report
 from scripts.perf_report import ReportError
 from tests.scripts.fake_server import fake_server
 from tests.scripts.shell import beside_a_fake_evalscope, following, printed_command, run
@@ -70,13 +70,13 @@ def test_an_impossible_measurement_ends_the_script(
 def test_evalscope_is_quiet_but_for_its_progress_until_it_fails(tmp_path: Path, capsys) -> None:
     bars = [f"Processing[parallel_10_number_20]:  {5 * n}%|██  | {n}/20 [00:0{n}<00:09" for n in (1, 20, 20)]
     said = ["Spec. Accept Rate 29%", *bars, "| Steady | 52869.82 tok/s |"]
-    assert perf_progress.follow([*said, "exit 0"], tmp_path / "log", terminal=False) == 0
+    assert perf_report.follow([*said, "exit 0"], tmp_path / "log", terminal=False) == 0
     assert "".join(capsys.readouterr()) == "perf.sh: 10 at a time: 20 of 20 requests\n"
     assert (tmp_path / "log").read_text().splitlines() == said
-    assert perf_progress.follow([*said, "exit 3"], tmp_path / "log", terminal=True) == 3
+    assert perf_report.follow([*said, "exit 3"], tmp_path / "log", terminal=True) == 3
     assert "52869.82" in capsys.readouterr().err, "the end of the log says why"
-    assert perf_progress.follow(said, tmp_path / "log", terminal=True) == 1, "killed"
-    assert list(perf_progress.lines(io.BytesIO(b"a\rb\nc"))) == ["a", "b", "c"]
+    assert perf_report.follow(said, tmp_path / "log", terminal=True) == 1, "killed"
+    assert list(perf_report.lines(io.BytesIO(b"a\rb\nc"))) == ["a", "b", "c"]
 
 
 def summary(folder: Path, parallel: int, failed: int = 0, tokens: float = 128.0, model: str = "gpt-oss-20b") -> None:

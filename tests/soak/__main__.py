@@ -8,7 +8,7 @@
 
 Writes a record of each run and exits with 1 when a promise is broken. Runs of several seeds are added up by --table,
 so a long soak can be cut into slices, and on a GPU several run at once. There an answer may be another than
-alone where fp32 on the CPU shows a near-tie (tests/near_ties.py); --table judges the rest of a killed run.
+alone where fp32 on the CPU shows a near-tie (tests/near_ties.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
@@ -58,9 +58,8 @@ def soak(
     seed: int,
     variants: int = VARIANTS,
     progress: bool = False,
-    keep: Callable[[report.Record], object] = lambda record: None,
 ) -> report.Record:
-    """One run against a server of `model` that is ready. keep: is given the record before answers are judged."""
+    """One run against a server of `model` that is ready."""
     said = time.monotonic()
 
     def show(findings: Findings) -> None:
@@ -97,7 +96,9 @@ def soak(
             process.wait(DEATH if not alive(server) else 0)
     died = process.poll()
     resting = at_rest(server) if died is None else {}
-    record = report.Record(
+    if work.findings.parted:
+        work.findings.judge(Engine(model, device="cpu", dtype="float32"))
+    return report.Record(
         stack=str(stack),
         seed=seed,
         seconds=took,
@@ -113,14 +114,7 @@ def soak(
         begun=work.findings.begun,
         log=[] if died is None else serve_here.tail(server.log, 30),
         regrets=work.findings.regrets,
-        parted=report.unjudged(work.findings),
     )
-    keep(record)
-    return report.judged(record, judge_of(model)) if record.parted else record
-
-
-def judge_of(model: Path) -> Engine:
-    return Engine(model, device="cpu", dtype="float32")
 
 
 def alive(server: Server) -> bool:
@@ -145,9 +139,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table of the records there, ask nobody")
     options = parser.parse_args(arguments)
     if options.table:
-        for record in report.load(options.table):
-            if record.parted:
-                report.save(report.judged(record, judge_of(serve_here.tiny_checkpoint())), options.table)
         print(report.table(report.load(options.table)))
         return 0
     if options.mode and options.stack not in EMULATED:
@@ -171,7 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     seconds=options.seconds,
                     seed=options.seed,
                     progress=True,
-                    keep=lambda record: report.save(record, options.out),
                 )
         except InputError as error:
             print(f"\nsoak: {error}", file=sys.stderr)

@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_gptoss.engine import Engine
 from npu_gptoss.files import write_atomically
-from tests.soak.honest import Said
 from tests.soak.run import NEAR_TIE, Findings
 from tests.soak.server import Sample
 
@@ -49,34 +46,12 @@ class Record:
     begun: list[str]
     log: list[str]  # the server's last lines if it died
     regrets: list[float] = field(default_factory=list)  # of the near-ties, in log-probability of fp32
-    # answers that parted and are still to be judged: kind, words, times; prompt and tokens of `alone` and of `now`
-    parted: list[dict[str, Any]] = field(default_factory=list)
 
     def number(self, group: str, outcome: str = "") -> int:
         return sum(n for g, _, o, n in self.counts if g == group and outcome in ("", o))
 
     def not_of(self, group: str, *outcomes: str) -> int:
         return self.number(group) - sum(self.number(group, outcome) for outcome in outcomes)
-
-
-def unjudged(findings: Findings) -> list[dict[str, Any]]:
-    return [
-        {"kind": kind, "words": words, "times": times, "alone": asdict(alone), "now": asdict(now)}
-        for (kind, alone, now, words), times in findings.parted.items()
-    ]
-
-
-def judged(record: Record, exact: Engine) -> Record:
-    """The record with its near-ties separated from its different answers."""
-
-    def of(one: dict[str, Any]) -> Said:
-        return Said(tuple(one["prompt"]), tuple(one["tokens"]))
-
-    counts = Counter({(group, kind, outcome): number for group, kind, outcome, number in record.counts})
-    parted = Counter({(p["kind"], of(p["alone"]), of(p["now"]), p["words"]): p["times"] for p in record.parted})
-    findings = Findings(counts, list(record.words), parted=parted, regrets=list(record.regrets))
-    findings.judge(exact)
-    return replace(record, counts=counted(findings), words=findings.words, regrets=findings.regrets, parted=[])
 
 
 def counted(findings: Findings) -> list[tuple[str, str, str, int]]:

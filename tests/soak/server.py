@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -117,29 +116,11 @@ class Sample:
     gpu: dict[str, float] = field(default_factory=dict)
 
 
-class _Memory(ctypes.Structure):
-    """NVML's nvmlMemory_t, in bytes."""
-
-    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
-
-
-@functools.cache
-def _gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """NVML, and its handle of the first GPU that a server sees."""
-    library, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    failed = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(int(first), ctypes.byref(handle))
-    if failed:
-        raise OSError(f"NVML does not find the GPU {first} (error {failed}); see what nvidia-smi says.")
-    return library, handle
-
-
 def gpu_memory() -> dict[str, float]:
-    """MiB in use there, by all processes: within a container the driver does not name them."""
-    library, handle = _gpu()
-    memory = _Memory()
-    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    return {"all": memory.used / 2**20}
+    """MiB in use on the first GPU that a server sees, by all processes: within a container none is named."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id", first]
+    return {"all": float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)}
 
 
 def look(root: int, seconds: float, done: int, on_gpu: bool = False) -> Sample:

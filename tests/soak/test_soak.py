@@ -92,10 +92,10 @@ def test_another_answer_is_right_at_near_ties_only(now: tuple[int, ...], outcome
     for _ in range(2):
         findings.note("honest", "chat", "parted", 0.1)
         findings.parted["chat", Said((7,), (1, 2)), Said((7,), now), "words"] += 1
-    before = record(counts=report.counted(findings), parted=report.unjudged(findings))
-    assert broken(before) == ["honest answers as alone"], "an answer that is not judged yet counts as wrong"
-    after = report.judged(before, Exact())
-    assert after.counts == [("honest", "chat", outcome, 2)]
+    assert broken(record(counts=report.counted(findings))) == ["honest answers as alone"], "not judged yet: wrong"
+    findings.judge(Exact())
+    assert findings.counts == {("honest", "chat", outcome): 2}
+    after = record(counts=report.counted(findings), regrets=findings.regrets)
     assert broken(after) == ([] if outcome == "near-tie" else ["honest answers as alone"])
 
 
