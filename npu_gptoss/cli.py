@@ -13,6 +13,7 @@ from npu_gptoss import __version__, envs
 from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "convert": ("npu_gptoss.convert.command", "convert checkpoints of other tools, MXFP4 and BF16, and merge adapters"),
     "doctor": ("npu_gptoss.doctor.command", "check this machine for gpt-oss, with a remedy for each problem"),
     "bench": ("npu_gptoss.bench.command", "measure decode, prefill, kernels beside the floor; compare"),
     "emulate": ("npu_gptoss.emulate", "run any command on an emulated Ascend 910B, without an NPU"),

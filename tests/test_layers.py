@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend"},
     "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend", "verify"},
     "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
+    "convert": BASE | {"moe", "model", "engine"},
     "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny", "verify"},
     "emulate": BASE,  # and ascend_emulator, a separate distribution
     "cann": set(),

@@ -78,7 +78,9 @@ def expand_transposed(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.d
     return out
 
 
-def compress(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def compress(
+    weight: torch.Tensor, *, published: bool = False, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Floats to MXFP4 along the last axis.
 
     The shared exponent is that of the group's largest magnitude less 2, so that this value falls into [4, 8); each
@@ -88,6 +90,11 @@ def compress(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Args:
         weight: `[..., K]` bfloat16, float16 or float32, K a multiple of 32.
+        published: the recipe of openai/gpt-oss (`gpt_oss/triton/moe.py`) and transformers (`quantize_to_mxfp4`), which
+            is `downcast_to_mxfp` of triton_kernels: from bfloat16, under the smallest power of two with which nothing
+            exceeds 6, ties away from zero; the scale of a group of zeros is the smallest.
+        kept: `[..., K / 32]` uint8, scales that a group takes where they hold all its values exactly: several scales
+            may, and these give the bytes of before.
 
     Returns `blocks` `[..., K / 32, 16]` and `scales` `[..., K / 32]`, uint8. Raises Mxfp4Error for NaN, Inf, other
     dtypes and other K.
@@ -102,13 +109,14 @@ def compress(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             "Transpose the weight if the axis that is summed over is another one, or pad it with zeros.",
             field="weight",
         )
-    flat = weight.reshape(-1, GROUP)
+    flat, kept = weight.reshape(-1, GROUP), None if kept is None else kept.reshape(-1)
     blocks = torch.empty(flat.shape[0], _BYTES, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(flat.shape[0], dtype=torch.uint8, device=weight.device)
     step = _step(_COMPRESS_CHUNK, weight.device)
     for start in range(0, flat.shape[0], step):
         rows = slice(start, start + step)
-        blocks[rows], scales[rows] = _compress_groups(flat[rows].float())
+        values = (flat[rows].to(torch.bfloat16) if published else flat[rows]).float()
+        blocks[rows], scales[rows] = _compress_groups(values, published, None if kept is None else kept[rows])
     shape = (*weight.shape[:-1], weight.shape[-1] // GROUP)
     return blocks.view(*shape, _BYTES), scales.view(shape)
 
@@ -131,7 +139,9 @@ def _expand_into(out: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) 
     _check_range(scales, out)
 
 
-def _compress_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _compress_groups(
+    values: torch.Tensor, published: bool, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`[groups, 32]` float32 to `[groups, 16]` and `[groups]` uint8."""
     largest = values.abs().amax(dim=-1)
     if not torch.isfinite(largest).all():
@@ -140,18 +150,32 @@ def _compress_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             f"weights must be finite to be compressed, got {bad} NaN or Inf; MXFP4 has neither. Repair them first.",
             field="weight",
         )
-    exponent = torch.frexp(largest).exponent - 1 - _MAX_EXPONENT  # frexp's mantissa is in [0.5, 1)
-    exponent = torch.where(largest == 0, 0, exponent).clamp(min=-_BIAS).to(torch.int32)
+    mantissa, exponent = torch.frexp(largest)  # the mantissa is in [0.5, 1)
+    exponent = exponent - 1 - _MAX_EXPONENT
+    if published:
+        exponent += mantissa > 0.75  # 6 is 0.75 * 2 ** 3
+    exponent = torch.where(largest == 0, -_BIAS if published else 0, exponent).clamp(min=-_BIAS).to(torch.int32)
+    codes, scaled = _codes(values, exponent, published)
+    if kept is not None:
+        theirs, exact = kept.to(torch.int32) - _BIAS, kept != _NAN_SCALE
+        again, scaled_again = _codes(values, theirs, published)
+        exact &= (torch.tensor(E2M1, device=values.device)[again.long()] == scaled_again.abs()).all(dim=-1)
+        codes, exponent = torch.where(exact[:, None], again, codes), torch.where(exact, theirs, exponent)
+    codes |= torch.signbit(scaled).to(torch.uint8) << 3
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), (exponent + _BIAS).to(torch.uint8)
+
+
+def _codes(values: torch.Tensor, exponent: torch.Tensor, published: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of the magnitudes under 2 ** exponent, `[groups, 32]` uint8, and the scaled values."""
     # 2 ** -exponent from its bits: exact, where a power function need not be
     inverse = ((_BIAS - exponent) << 23).view(torch.float32)
     scaled = values * inverse[:, None]
     # Steps of a half below 2, of one below 4, of two above: in its own range each line is the lowest of the three, and
     # rounding halves to even goes to the even code in all of them.
     size = scaled.abs()
-    codes = torch.minimum((2 * size).round_(), size.round().add_(2))
-    codes = torch.minimum(codes, (size / 2).round_().add_(4)).clamp_(max=7).to(torch.uint8)
-    codes |= torch.signbit(scaled).to(torch.uint8) << 3
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), (exponent + _BIAS).to(torch.uint8)
+    rounded = (lambda x: x.add_(0.5).floor_()) if published else torch.Tensor.round_  # exact for bfloat16
+    codes = torch.minimum(rounded(2 * size), rounded(size.clone()).add_(2))
+    return torch.minimum(codes, rounded(size / 2).add_(4)).clamp_(max=7).to(torch.uint8), scaled
 
 
 @functools.lru_cache(maxsize=8)

@@ -164,3 +164,57 @@ def test_compressing_an_axis_without_whole_groups_is_refused(shape: tuple[int, .
 def test_compressing_integers_is_refused() -> None:
     with refused("weight", Mxfp4Error):
         compress(torch.zeros(32, dtype=torch.int32))
+
+
+def published_recipe(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """triton_kernels' `downcast_to_mxfp` as a search: codes `[groups, 32]` without signs, and exponents `[groups]`.
+
+    The smallest power of two with which nothing exceeds 6; the nearest value, of two the larger.
+    """
+    groups = weight.to(torch.bfloat16).double().view(-1, 32).abs()
+    exponents = torch.tensor([next(e for e in range(-127, 128) if group.max() <= 6 * 2.0**e) for group in groups])
+    distances = (groups / torch.exp2(exponents.double())[:, None])[..., None] - torch.tensor(E2M1)
+    return 7 - distances.abs().flip(-1).argmin(-1), exponents
+
+
+def edges() -> torch.Tensor:
+    """Every tie between two codes, largest values on both sides of 6 * 2 ** n, and zeros, `[groups, 32]` bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.randn(64, 32, generator=generator)
+    groups[0] = 0
+    groups[1, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 2)
+    for row, largest in enumerate((6, 6.03125, 5.96875, 4, 3.984375, 12, 3, 3.015625), start=2):
+        groups[row] = groups[row].clamp(-1, 1)
+        groups[row, 5] = -largest
+    return groups.to(torch.bfloat16)
+
+
+def test_published_recipe_rounds_the_scale_up_and_ties_away_from_zero() -> None:
+    weight = edges()
+    want, exponents = published_recipe(weight)
+    blocks, scales = compress(weight, published=True)
+    codes = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).view(-1, 32)
+    assert torch.equal(scales.view(-1).long() - 127, exponents)
+    assert torch.equal((codes & 7).long(), want)
+    assert torch.equal((codes >> 3).bool(), torch.signbit(weight))
+
+
+def test_the_specification_s_rule_is_not_the_published_recipe() -> None:
+    weight = edges()
+    assert (compress(weight)[1] != compress(weight, published=True)[1]).any()
+    ties = torch.tensor([[0.25, 6] + [0.0] * 30])
+    assert (compress(ties)[0][0, 0, 0], compress(ties, published=True)[0][0, 0, 0]) == (0x70, 0x71)
+
+
+def test_scales_of_before_are_kept_only_where_they_are_exact() -> None:
+    blocks, scales = random_pair(64, 4, low=100, high=140)
+    blocks &= 0x55  # codes up to 5, so that a smaller scale would do too
+    weight = expand(blocks, scales)
+    for got, want in zip(compress(weight, published=True, kept=scales), (blocks, scales), strict=True):
+        assert torch.equal(got, want)
+    assert not torch.equal(compress(weight, published=True)[1], scales)
+    weight[0, 3] = 0.37 * weight[0, :32].abs().max()
+    got, want = compress(weight, published=True, kept=scales), compress(weight, published=True)
+    assert torch.equal(got[1][0, 0], want[1][0, 0])
+    assert torch.equal(got[0][0, 0], want[0][0, 0])
+    assert torch.equal(compress(weight, kept=torch.full_like(scales, 255))[1], compress(weight)[1])

@@ -1,0 +1,283 @@
+"""LoRA adapters of peft, merged: W + weight * scaling * B @ A in float32, rounded once.
+
+Contract: peft's `LoraConfig` and its layers `Linear`, `Embedding` and `ParamWrapper` (peft/tuners/lora/layer.py). The
+experts' parameters (`target_parameters`) have lora_A `[experts * r, a]`, the rank within the expert, and lora_B
+`[b, r * experts]`, the expert within the rank. The parameter is [experts, a, b] where transformers says `is_transposed`
+(5) or peft is older than that question, and [experts, b, a] elsewhere. The shapes tell which; of a square matrix, those
+of the other one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_gptoss.convert.places import View, place, unwrapped
+from npu_gptoss.errors import InputError, short
+from npu_gptoss.files import is_directory, is_there, read_json
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import TensorSpec
+from npu_gptoss.model.safetensors_reader import StoredTensor, listed, read_header, read_tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(
+    r"(?P<module>.*?)\.lora_(?P<kind>A|B|embedding_A|embedding_B|magnitude_vector)(\.(?!weight$|bias$)[^.]+)?(\.weight)?"
+)
+_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts")
+# Fields of adapter_config.json that change no merge, or that are read here. Any other one that is set is refused.
+_KNOWN = """
+    peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules
+    exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora modules_to_save init_lora_weights
+    layers_to_transform layers_pattern rank_pattern alpha_pattern bias loftq_config eva_config corda_config
+    lora_ga_config use_dora qalora_group_size runtime_config target_parameters ensure_weight_tying megatron_core
+"""
+# They change the base model before the training; the adapter belongs to that base
+_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class AdapterError(InputError):
+    """An adapter that cannot be merged: names the adapter and the field or tensor."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an adapter adds to a view of an official tensor. factors: `A`, `B` and perhaps `magnitude_vector`."""
+
+    factors: Mapping[str, StoredTensor]
+    scaling: float
+    view: View
+    experts: int = 0  # of a whole [experts, in, out] parameter; 0: a matrix
+    turned: bool = False  # B has the parameter's first axis
+    embedding: bool = False
+
+    def add_to(self, tensor: torch.Tensor) -> None:
+        """tensor: the official one, float32 or bfloat16; changed in place, rounded once."""
+        a, b = (read_tensor(self.factors[letter]).float() for letter in "AB")
+        if self.experts:
+            a, b = a.view(self.experts, -1, a.shape[1]), b.view(b.shape[0], -1, self.experts)
+            for expert in range(self.experts):
+                delta = b[:, :, expert] @ a[expert]
+                self._add(tensor[expert], delta if self.turned else delta.t())
+        else:
+            self._add(self.view(tensor), (b @ a).t() if self.embedding else b @ a)
+
+    def _add(self, target: torch.Tensor, delta: torch.Tensor) -> None:
+        merged = target.float() + self.scaling * delta
+        if "magnitude_vector" in self.factors:  # DoRA: rows of the base's length times the magnitude
+            merged *= (read_tensor(self.factors["magnitude_vector"]).float().view(-1) / merged.norm(dim=1))[:, None]
+        target.copy_(merged)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """deltas, replaced: by official name; replaced are whole tensors (modules_to_save)."""
+
+    directory: Path
+    weight: float
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+    replaced: dict[str, StoredTensor] = field(default_factory=dict)
+
+    @property
+    def files(self) -> set[Path]:
+        factors = (stored for each in self.deltas.values() for delta in each for stored in delta.factors.values())
+        return {stored.file for stored in (*self.replaced.values(), *factors)}
+
+
+def parse(text: str) -> tuple[Path, float]:
+    """`DIR` or `DIR:weight`."""
+    path, colon, number = text.rpartition(":")
+    try:
+        return (Path(path), float(number)) if colon and not Path(text).exists() else (Path(text), 1.0)
+    except ValueError:
+        return Path(text), 1.0
+
+
+def open_adapter(directory: Path, weight: float, config: GptOssConfig, specs: Mapping[str, TensorSpec]) -> Adapter:
+    """An adapter's folder. specs: the base's tensors in the BF16 layout. Raises AdapterError."""
+    if not is_directory(directory, AdapterError) or not is_there(directory / WEIGHTS, AdapterError):
+        raise AdapterError(
+            f"{directory}: expected {CONFIG} and {WEIGHTS} of an adapter of peft, got none. Check the path; a pickle "
+            "(.bin) is never opened: save the adapter with safetensors.",
+            field="--lora",
+        )
+    return adapter_of(directory, read_header(directory / WEIGHTS), weight, config, specs)
+
+
+def adapter_of(
+    directory: Path,
+    stored: Mapping[str, StoredTensor],
+    weight: float,
+    config: GptOssConfig,
+    specs: Mapping[str, TensorSpec],
+) -> Adapter:
+    """The adapter whose tensors these are, with the adapter_config.json of `directory`."""
+    settings = _settings(directory)
+    adapter, modules = Adapter(directory, weight), {}
+    for name, tensor in stored.items():
+        if found := _KEY.fullmatch(name):
+            modules.setdefault(found["module"], {})[found["kind"]] = tensor
+            continue
+        (where,) = places if len(places := place(name, config)) == 1 else [None]
+        if where is None or where.name not in specs or specs[where.name].shape != tensor.shape:
+            raise _unknown(directory, [name])
+        adapter.replaced[where.name] = tensor
+    if adapter.replaced and weight != 1:
+        raise AdapterError(
+            f"{directory}: {next(iter(adapter.replaced))} replaces the base's (modules_to_save) and cannot be "
+            f"weighted, got weight {weight:g}. Leave the weight away.",
+            field="--lora",
+        )
+    turned = _turned(modules, config)
+    for module, factors in modules.items():
+        embedding = "embedding_A" in factors
+        factors = {kind.removeprefix("embedding_"): tensor for kind, tensor in factors.items()}
+        if not {"A", "B"} <= factors.keys():
+            raise _unknown(directory, [next(iter(factors.values())).name])
+        name, delta = _delta(directory, module, factors, settings, weight, config, turned, embedding)
+        if name not in specs:
+            raise _unknown(directory, [tensor.name for tensor in factors.values()])
+        _check_shapes(name, delta, specs[name])
+        adapter.deltas.setdefault(name, []).append(delta)
+    if not adapter.deltas and not adapter.replaced:
+        raise AdapterError(f"{directory}: expected an adapter's tensors, got none.", field="--lora")
+    return adapter
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    if not is_there(directory / CONFIG, AdapterError):
+        raise AdapterError(
+            f"{directory}: expected {CONFIG}, which has the adapter's alpha, got none. Copy it from the training.",
+            field=CONFIG,
+        )
+    settings = read_json(directory / CONFIG, AdapterError)
+    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if kind != "LORA":
+        raise AdapterError(
+            f"{directory}: peft_type should be LORA, got {short(kind)}. Merge it with peft.", field="peft_type"
+        )
+    for name in ("r", "lora_alpha"):
+        if not isinstance(settings.get(name), (int, float)) or settings[name] <= 0:
+            raise AdapterError(
+                f"{directory}: {name} should be a number above 0, got {short(settings.get(name))}.", field=name
+            )
+    others = [name for name, value in settings.items() if value and name not in _KNOWN.split()]
+    if str(settings.get("init_lora_weights")).lower().startswith(_OTHER_BASES):
+        others.append("init_lora_weights")
+    if others:
+        raise AdapterError(
+            f"{directory}: {others[0]} = {short(settings[others[0]])} makes another merge than LoRA's. Merge it with "
+            "peft: merge_and_unload, then save_pretrained.",
+            field=others[0],
+        )
+    return settings
+
+
+def _delta(
+    directory: Path,
+    module: str,
+    factors: Mapping[str, StoredTensor],
+    settings: Mapping[str, Any],
+    weight: float,
+    config: GptOssConfig,
+    turned: bool | None,
+    embedding: bool,
+) -> tuple[str, Delta]:
+    """The official name that a module's factors belong to, and what they add."""
+    name, experts, view = unwrapped(module), 0, None
+    rank = factors["A"].shape[0]
+    if _EXPERTS.fullmatch(name):
+        experts = config.num_local_experts
+        rank //= experts
+        name += f".{_matrix(factors, config)}"
+        official = name
+        if turned is None:
+            raise AdapterError(
+                f"{directory}: {factors['A'].name} belongs to a square matrix, and nothing tells which side is the "
+                "input. Merge it with peft.",
+                field=factors["A"].name,
+            )
+    else:
+        (where, *_) = place(f"{name}.weight", config)
+        official, view = where.name, where.view
+    patterns = settings.get("alpha_pattern") or {}
+    key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)  # peft's get_pattern_key
+    alpha = settings["lora_alpha"] if key is None else patterns[key]
+    scaling = weight * alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    if "magnitude_vector" in factors and weight != 1:
+        raise AdapterError(f"{directory}: DoRA cannot be weighted, got weight {weight:g}.", field="--lora")
+    if "magnitude_vector" in factors and embedding:
+        raise _unknown(directory, [factors["magnitude_vector"].name])
+    return official, Delta(factors, scaling, view or (lambda tensor: tensor), experts, bool(turned), embedding)
+
+
+def _matrix(factors: Mapping[str, StoredTensor], config: GptOssConfig) -> str:
+    """gate_up_proj or down_proj, by the widths of the factors."""
+    widths = {factors["A"].shape[-1], factors["B"].shape[0]}
+    return "gate_up_proj" if widths == {config.hidden_size, 2 * config.intermediate_size} else "down_proj"
+
+
+def _turned(modules: Mapping[str, Mapping[str, StoredTensor]], config: GptOssConfig) -> bool | None:
+    """True where lora_A has the parameter's last axis, False where its first; None where no matrix tells."""
+    inputs = {"gate_up_proj": config.hidden_size, "down_proj": config.intermediate_size}
+    for module, factors in modules.items():
+        if _EXPERTS.fullmatch(unwrapped(module)) and {"A", "B"} <= factors.keys():
+            a, b = factors["A"].shape[-1], factors["B"].shape[0]
+            if a != b:
+                return a != inputs[_matrix(factors, config)]
+    return None
+
+
+def _check_shapes(name: str, delta: Delta, spec: TensorSpec) -> None:
+    a, b = (delta.factors[letter].shape for letter in "AB")
+    target = tuple(delta.view(torch.empty(spec.shape, device="meta")).shape)
+    sides = (b[0], a[-1]) if not delta.embedding and (not delta.experts or delta.turned) else (a[-1], b[0])
+    ranks = a[0] == b[-1] and (not delta.experts or a[0] % delta.experts == 0)
+    if target[-2:] != sides or not ranks or len(a) != 2 or len(b) != 2:
+        stored = delta.factors["A"]
+        raise AdapterError(
+            f"{stored.file}: {stored.name} and its lora_B should fit {name} {list(spec.shape)}, got {list(a)} and "
+            f"{list(b)}. The adapter is of another base model.",
+            field=stored.name,
+        )
+
+
+def _unknown(directory: Path, names: list[str]) -> AdapterError:
+    return AdapterError(
+        f"{directory}: expected LoRA's tensors for gpt-oss, got {listed(names)}. Merge it with peft: merge_and_unload, "
+        "then save_pretrained.",
+        field=names[0],
+    )
+
+
+def check_together(adapters: list[Adapter]) -> None:
+    """Several adapters add up; what one replaces or rescales no other may touch."""
+    for number, adapter in enumerate(adapters):
+        others = {
+            name for other in adapters[:number] + adapters[number + 1 :] for name in (*other.deltas, *other.replaced)
+        }
+        alone = [n for n, ds in adapter.deltas.items() if any("magnitude_vector" in d.factors for d in ds)]
+        for name in (*adapter.replaced, *alone):
+            if name in others:
+                raise AdapterError(
+                    f"{adapter.directory}: {name} is replaced or rescaled (modules_to_save, DoRA), and another adapter "
+                    "changes it too. Merge one of them alone.",
+                    field="--lora",
+                )
+
+
+def merged(name: str, tensor: torch.Tensor, adapters: list[Adapter]) -> torch.Tensor:
+    """The official tensor with all that the adapters change; itself where none does."""
+    for adapter in adapters:
+        if name in adapter.replaced:
+            tensor = read_tensor(adapter.replaced[name])
+    deltas = [delta for adapter in adapters for delta in adapter.deltas.get(name, ())]
+    wide = tensor.float() if len(deltas) > 1 else tensor  # several are added up before they are rounded
+    for delta in deltas:
+        delta.add_to(wide)
+    return wide.to(tensor.dtype)
