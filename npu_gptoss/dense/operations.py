@@ -71,5 +71,4 @@ def router_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Describ
     return signature(hidden=hidden, weight=weight.dtype), {"rows": rows, **sizes, "aligned": aligned(weight)}
 
 
-def logits_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Described:
-    return output_call(rows, hidden, weight)
+logits_call = output_call

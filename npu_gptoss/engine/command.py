@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             stops = chats.stop_token_ids if reading is not None and not args.ignore_eos else ()
             each.append(replace(params, stop_token_ids=stops))
         streamed = speaks and not args.json and readings[0] is not None and len(entries) == 1 and args.logprobs is None
-        watch = _Watch(engine, readings, output if streamed else None, _Progress() if speaks else None)
+        watch = _Watch(engine, readings, output if streamed else None, speaks)
         results = engine.generate(prompts, each, on_step=watch)
         engine.close()
     if not speaks:
@@ -224,12 +224,16 @@ def _title(kind: Kind, name: str | None) -> str:
 
 
 class _Watch:
-    """Called after each step: reads the answers of chats, writes a single one as it comes, and reports the progress."""
+    """Called after each step: reads the answers of chats, writes a single one as it comes, and reports the progress.
+
+    reported: lines on standard error, now and then and at the end.
+    """
 
     def __init__(
-        self, engine: Engine, readings: Sequence[Reading | None], output: TextIO | None, progress: _Progress | None
+        self, engine: Engine, readings: Sequence[Reading | None], output: TextIO | None, reported: bool
     ) -> None:
-        self._engine, self._readings, self._output, self._progress = engine, readings, output, progress
+        self._engine, self._readings, self._output, self._reported = engine, readings, output, reported
+        self._start = self._last = time.perf_counter()
 
     def __call__(self, requests: Sequence[Request]) -> None:
         for request, reading in zip(requests, self._readings, strict=True):
@@ -238,24 +242,11 @@ class _Watch:
                 title = _title(event.part.kind, event.part.name) if event.what == "begun" else ""
                 self._output.write(title + event.text + ("\n" if event.what == "ended" else ""))
                 self._output.flush()
-        if self._progress is not None:
-            self._progress(requests)
-
-
-class _Progress:
-    """A line on standard error now and then, and one at the end."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-
-    def __call__(self, requests: Sequence[Request]) -> None:
-        now = time.perf_counter()
-        done = sum(request.finish_reason is not None for request in requests)
-        if done < len(requests) and now - self._last < SECONDS_BETWEEN_REPORTS:
-            return
-        self._last = now
-        tokens = sum(request.num_generated for request in requests)
-        _say(f"{done} of {len(requests)} prompts done, {tokens} tokens, {tokens / (now - self._start):.1f} tokens/s")
+        now, done = time.perf_counter(), sum(request.finish_reason is not None for request in requests)
+        if self._reported and (done == len(requests) or now - self._last >= SECONDS_BETWEEN_REPORTS):
+            self._last, tokens = now, sum(request.num_generated for request in requests)
+            speed = tokens / (now - self._start)
+            _say(f"{done} of {len(requests)} prompts done, {tokens} tokens, {speed:.1f} tokens/s")
 
 
 def _say(text: str) -> None:

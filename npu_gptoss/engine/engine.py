@@ -349,7 +349,7 @@ class Engine:
             chunk.request.num_computed = chunk.end
         last_rows = {c: row + c.end - c.start - 1 for c, row in zip(chunks, batch.first_rows, strict=True) if c.samples}
         if last_rows:
-            logits = self._finite_logits(hidden[list(last_rows.values())])
+            logits = self._checked(self.model.logits(hidden[list(last_rows.values())]))
             self._sample([chunk.request for chunk in last_rows], logits)
 
     def _may_run_ahead(self, launch: Launch) -> bool:
@@ -400,7 +400,7 @@ class Engine:
         stop = min(chunk.end, request.prompt_length)
         for start in range(max(chunk.start, request.prompt_rows_reported), stop, LOGITS_ROWS):
             end = min(start + LOGITS_ROWS, stop)
-            logits = self._finite_logits(hidden[start - chunk.start : end - chunk.start])
+            logits = self._checked(self.model.logits(hidden[start - chunk.start : end - chunk.start]))
             if request.prompt_logits is not None:
                 request.prompt_logits.append(logits)
             # nothing is generated before the whole prompt is reported
@@ -410,9 +410,6 @@ class Engine:
                 counts = [request.params.prompt_logprobs] * len(following)
                 request.prompt_logprobs += report(logits[: len(following)], chosen, counts)
             request.prompt_rows_reported = end
-
-    def _finite_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._checked(self.model.logits(hidden))
 
     def _checked(self, logits: torch.Tensor) -> torch.Tensor:
         if not bool(torch.isfinite(logits).all()):

@@ -14,16 +14,11 @@ def advance_kernel(
     next_positions,  # [rows] int64, moved on
     block_table,  # [rows, blocks] int32, rows `stride` apart
     input_ids,  # [rows] int64, written; like positions and slots
-    positions,
-    slots,
+    positions, slots,
     seq_lens,  # [rows] int32, written
-    rows,
-    blocks,
-    stride,
-    spare_slot,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, blocks, stride, spare_slot,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     upcoming = tl.load(next_positions + row, mask=inside, other=-1)
@@ -44,18 +39,10 @@ def launch(state: DecodeState) -> None:
     waits."""
     rows = state.capacity
     block = min(triton.next_power_of_2(rows), 128)
+    inputs = (state.input_ids, state.positions, state.slots, state.seq_lens)
+    blocks, stride = state.block_table.shape[1], state.block_table.stride(0)
     advance_kernel[(triton.cdiv(rows, block),)](
-        state.tokens,
-        state.next_positions,
-        state.block_table,
-        state.input_ids,
-        state.positions,
-        state.slots,
-        state.seq_lens,
-        rows,
-        state.block_table.shape[1],
-        state.block_table.stride(0),
-        state.spare_slot,
+        *(state.tokens, state.next_positions, state.block_table, *inputs, rows, blocks, stride, state.spare_slot),
         BLOCK_SIZE=state.block_size,
         BLOCK=block,
         num_warps=1,

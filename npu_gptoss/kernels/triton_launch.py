@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 import torch
 import triton
@@ -37,6 +38,11 @@ def launch_options(tensor: torch.Tensor, warps: int) -> dict[str, object]:
     """Keyword arguments of a launch on the tensor's device: the constexpr PDL, and the driver's attribute for it."""
     pdl = supports_pdl(tensor.device.index)
     return {"PDL": pdl, "num_warps": warps, **({"launch_pdl": True} if pdl else {})}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, warps: int, **constants: Any) -> None:
+    """Launches a kernel with the constexpr PDL on the device of its first argument."""
+    kernel[grid](*arguments, **constants, **launch_options(arguments[0], warps))
 
 
 @triton.jit

@@ -211,7 +211,7 @@ def test_a_chat_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str], chat_
     chats = Chats(chat_directory)
     request = Generated(chats.library.encode(TURN, allowed_special="all"))
     reading = chats.reading(chats.read({"messages": [USER], "tools": [TOOL]}))
-    watch = command._Watch(SimpleNamespace(cancel=None), [reading], sys.stdout, None)
+    watch = command._Watch(SimpleNamespace(cancel=None), [reading], sys.stdout, False)
     printed = []
     while request.finish_reason is None:
         request.step(3)

@@ -90,7 +90,7 @@ def tiles_of_experts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(launches, "tiles", tiles)
     monkeypatch.setattr(launches, "_products_in_gluon", lambda *arguments: chosen.append(arguments[-1]))
     monkeypatch.setattr(launches, "sorted_slots", lambda ids, *_: (ids, ids))
-    for computing in ("_launch", "_combined"):
+    for computing in ("launch", "_combined"):
         monkeypatch.setattr(launches, computing, lambda *_, **__: None)
     return chosen
 

@@ -24,13 +24,9 @@ def add_up(
     extremes,  # [SPLITS, 2, HEADS]
     sinks,  # [HEADS]
     out,  # [HEADS, DIM], heads `out_head` apart
-    used,
-    out_head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    used, out_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The `used` shares and the sink, in their order. Unrolled: the loads of CHUNK shares are under way at once."""
     member = tl.arange(0, GROUP)
     real = member < HEADS
@@ -88,26 +84,16 @@ def decode_kernel(
     arrived,  # [programs, KV_HEADS] int32, zeros
     scale,  # of the scores, times log2 e
     limit,  # no row has more keys
-    table_stride,
-    query_row,
-    query_head,
-    out_row,
-    out_head,
+    table_stride, query_row, query_head, out_row, out_head,
     HEADS: tl.constexpr,  # query heads of a key head
     GROUP: tl.constexpr,  # the power of two that holds them
     ROWS: tl.constexpr,  # the same, but at least 16
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr,
     BEFORE: tl.constexpr,  # keys seen before a row's own; negative: all
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MAPPED: tl.constexpr,
     SETTLED: tl.constexpr,  # lengths, table and all keys but a row's newest are older than the kernel before
-    WIDE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     head = tl.program_id(0)
     split = tl.program_id(1)

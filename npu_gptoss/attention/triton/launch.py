@@ -21,7 +21,7 @@ from npu_gptoss.attention.triton.prefill import gather_kernel, prefill_kernel
 from npu_gptoss.attention.window import keys_before
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.tiles import tile
-from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch, processors
 
 LOG2_E = 1 / math.log(2)
 GATHER_KEYS = 64
@@ -79,8 +79,7 @@ def run(
     before = keys_before(sliding_window)
     call = Call(
         query,
-        key_cache,
-        value_cache,
+        (key_cache, value_cache),
         stride,
         metadata.block_table,
         sinks.contiguous(),
@@ -112,65 +111,43 @@ def _plan(metadata: StepMetadata, sliding_window: int | None, tiling: Tiling, gr
 def _prefill(call: Call, prompts: Prompts, tiling: Tiling) -> None:
     """One round of prompts."""
     query, constants, strides = call.query, call.constants, call.strides
-    page, kv_heads, dim = call.key_cache.shape[1:]
-    gathered = torch.empty(2, kv_heads * prompts.keys, dim, dtype=call.key_cache.dtype, device=query.device)
+    page, kv_heads, dim = call.caches[0].shape[1:]
+    gathered = torch.empty(2, kv_heads * prompts.keys, dim, dtype=call.caches[0].dtype, device=query.device)
     block = min(GATHER_KEYS, tiling.keys)
-    gather_kernel[(kv_heads, triton.cdiv(prompts.longest, block), prompts.requests.shape[0])](
-        call.key_cache,
-        call.value_cache,
-        call.block_table,
-        prompts.requests,
-        gathered[0],
-        gathered[1],
-        prompts.keys,
-        call.block_table.stride(0),
+    launch(
+        gather_kernel,
+        (kv_heads, triton.cdiv(prompts.longest, block), prompts.requests.shape[0]),
+        (*call.caches, call.block_table, prompts.requests, *gathered, prompts.keys, call.block_table.stride(0)),
+        warps=4,
         PAGE=page,
         KV_HEADS=kv_heads,
         DIM=dim,
         STRIDE=call.stride,
         TILE_KEYS=tiling.keys,
         BLOCK=block,
-        **launch_options(query, 4),
     )
     units = prompts.tiles.shape[0] * kv_heads
     if tiling.hopper:
         from npu_gptoss.attention.triton import hopper
 
-        keys, values = (hopper.descriptor(part, tiling.keys) for part in gathered)
+        read = (query, *(hopper.descriptor(part, tiling.keys) for part in gathered), call.sinks, call.out)
         hopper.prefill_kernel[(min(units, processors(query.device)),)](
-            query,
-            keys,
-            values,
-            call.sinks,
-            call.out,
-            prompts.requests,
-            prompts.tiles,
-            units,
-            prompts.keys,
-            call.scale,
-            *strides,
+            *(*read, prompts.requests, prompts.tiles, units, prompts.keys, call.scale, *strides),
             BLOCK_N=tiling.keys,
             STAGES=tiling.stages,
             num_warps=tiling.warps,
             **constants,
         )
         return
-    keys, values = (TensorDescriptor.from_tensor(part, [tiling.keys, dim]) for part in gathered)
-    prefill_kernel[(units,)](
-        query,
-        keys,
-        values,
-        call.sinks,
-        call.out,
-        prompts.requests,
-        prompts.tiles,
-        call.scale,
-        prompts.keys,
-        *strides,
+    read = (query, *(TensorDescriptor.from_tensor(part, [tiling.keys, dim]) for part in gathered), call.sinks, call.out)
+    launch(
+        prefill_kernel,
+        (units,),
+        (*read, prompts.requests, prompts.tiles, call.scale, prompts.keys, *strides),
+        warps=tiling.warps,
         BLOCK_Q=tiling.positions(constants["GROUP"]),
         BLOCK_N=tiling.keys,
         WIDE=INTERPRETED or query.dtype == torch.float32,
         num_stages=tiling.stages,
         **constants,
-        **launch_options(query, tiling.warps),
     )

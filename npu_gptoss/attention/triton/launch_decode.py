@@ -11,7 +11,7 @@ import triton
 from npu_gptoss.attention.triton.decode import decode_kernel
 from npu_gptoss.attention.triton.plan import Rows
 from npu_gptoss.kernels.tiles import tile
-from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch
 
 MOST_SPLITS = 32
 COUNTERS = 1 << 16
@@ -61,8 +61,7 @@ class Call:
     """
 
     query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    caches: tuple[torch.Tensor, torch.Tensor]
     stride: int
     block_table: torch.Tensor
     sinks: torch.Tensor
@@ -72,7 +71,7 @@ class Call:
 
     @property
     def constants(self) -> dict[str, int]:
-        kv_heads, dim = self.key_cache.shape[2:]
+        kv_heads, dim = self.caches[0].shape[2:]
         heads = self.query.shape[1] // kv_heads
         group = triton.next_power_of_2(heads)
         return {"HEADS": heads, "GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "BEFORE": self.before}
@@ -86,7 +85,7 @@ class Call:
 def decode(call: Call, rows: Rows) -> None:
     """The decode rows of a step."""
     query, before, constants = call.query, call.before, call.constants
-    page, kv_heads, dim = call.key_cache.shape[1:]
+    page, kv_heads, dim = call.caches[0].shape[1:]
     config = decode_config(query.dtype, before >= 0, rows.count)
     longest = rows.longest if before < 0 else min(rows.longest, before + 1)
     splits = splits_for(rows.count, kv_heads, longest, config)
@@ -97,24 +96,16 @@ def decode(call: Call, rows: Rows) -> None:
         arrived = counters(query.device, rows.count * kv_heads)
     else:
         sums = extremes = arrived = query  # not touched
-    nobody = rows.lengths
-    decode_kernel[(kv_heads, splits, rows.count)](
-        query,
-        call.key_cache,
-        call.value_cache,
-        call.sinks,
-        call.out,
-        rows.lengths,
-        call.block_table,
-        nobody if rows.rows is None else rows.rows,
-        nobody if rows.requests is None else rows.requests,
-        sums,
-        extremes,
-        arrived,
-        call.scale,
-        min(rows.longest, call.block_table.shape[1] * page),
-        call.block_table.stride(0),
-        *call.strides,
+    mapped = (rows.lengths,) * 2 if rows.rows is None or rows.requests is None else (rows.rows, rows.requests)
+    longest = min(rows.longest, call.block_table.shape[1] * page)
+    launch(
+        decode_kernel,
+        (kv_heads, splits, rows.count),
+        (
+            *(query, *call.caches, call.sinks, call.out, rows.lengths, call.block_table, *mapped),
+            *(sums, extremes, arrived, call.scale, longest, call.block_table.stride(0), *call.strides),
+        ),
+        warps=config.warps,
         ROWS=max(constants["GROUP"], 16),
         STRIDE=call.stride,
         PAGE=page,
@@ -125,7 +116,6 @@ def decode(call: Call, rows: Rows) -> None:
         WIDE=INTERPRETED or query.dtype == torch.float32,
         num_stages=config.stages,
         **constants,
-        **launch_options(query, config.warps),
     )
 
 

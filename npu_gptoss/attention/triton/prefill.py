@@ -25,17 +25,12 @@ def gather_kernel(
     block_table,  # [requests, blocks], rows `table_stride` apart
     requests,  # [prompts, 6], see plan.Prompts
     keys_out,  # [KV_HEADS, total, DIM]
-    values_out,
-    total,
-    table_stride,
-    PAGE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
+    values_out, total, table_stride,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
     TILE_KEYS: tl.constexpr,  # to which the keys of a prompt are padded
     BLOCK: tl.constexpr,  # keys of one program; divides TILE_KEYS
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_inputs(PDL)
     fields = requests + tl.program_id(2) * 6
@@ -68,21 +63,13 @@ def prefill_kernel(
     requests,  # [prompts, 6], see plan.Prompts
     tiles,  # [tiles, 2]
     scale,  # of the scores, times log2 e
-    total,
-    query_row,
-    query_head,
-    out_row,
-    out_head,
+    total, query_row, query_head, out_row, out_head,
     HEADS: tl.constexpr,  # query heads of a key head
     GROUP: tl.constexpr,  # the power of two that holds them
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BEFORE: tl.constexpr,  # keys seen before a row's own; negative: all
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_inputs(PDL)
     ROWS: tl.constexpr = BLOCK_Q * GROUP

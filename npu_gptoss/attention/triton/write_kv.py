@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from npu_gptoss.attention.operations import head_stride
-from npu_gptoss.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
+from npu_gptoss.kernels.triton_launch import launch, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -17,14 +17,9 @@ def write_kernel(
     key_cache,  # [slots, WIDTH], heads of DIM elements STRIDE apart
     value_cache,
     slots,  # [tokens] int32 or int64; negative: not written
-    key_stride,
-    value_stride,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    key_stride, value_stride,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -50,17 +45,13 @@ def write(
     tokens, kv_heads, head_dim = key.shape
     width = kv_heads * head_dim
     key, value = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (key, value))
-    write_kernel[(tokens,)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key.stride(0),
-        value.stride(0),
+    launch(
+        write_kernel,
+        (tokens,),
+        (key, value, key_cache, value_cache, slot_mapping, key.stride(0), value.stride(0)),
+        warps=1,
         WIDTH=width,
         DIM=head_dim,
         STRIDE=head_stride(key_cache, value_cache),
         BLOCK=triton.next_power_of_2(width),
-        **launch_options(key, 1),
     )

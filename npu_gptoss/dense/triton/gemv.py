@@ -44,20 +44,11 @@ def qkv_kernel(
     slots,  # [>= real tokens] int64 or int32; negative: not written
     query,  # [tokens, HEADS, DIM]
     key_cache,  # [slots, KV_HEADS, DIM], heads STRIDE apart
-    value_cache,
-    real_tokens,
-    eps,
-    HIDDEN: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
+    value_cache, real_tokens, eps,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
     PAIRS: tl.constexpr,  # RoPE pairs (i, i + DIM / 2) of one head that a program computes at a time
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = DIM // 2
     PARTS: tl.constexpr = HALF // PAIRS  # of a head
     GROUPS: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
@@ -137,13 +128,10 @@ def linear_kernel(
     rows,
     IN: tl.constexpr,
     ROWS: tl.constexpr,  # that a program computes at a time
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     AGAIN: tl.constexpr,  # whether a program computes more than ROWS rows
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     at_a = tl.arange(0, BLOCK_A)
     at_b = BLOCK_A + tl.arange(0, BLOCK_B)

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from npu_gptoss.attention.operations import head_stride
-from npu_gptoss.dense.triton.device import halves
-from npu_gptoss.dense.triton.launches import add_norm, arrivals
+from npu_gptoss.dense.triton.launches import after_norm, arrivals, blocks, heads_of, routing_of
 from npu_gptoss.kernels.tiles import tile
-from npu_gptoss.kernels.triton_launch import launch_options
+from npu_gptoss.kernels.triton_launch import launch, launch_options
 
 if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata
@@ -44,17 +42,14 @@ def _columns(tokens: int) -> int:
     return max(triton.next_power_of_2(tokens), 8)
 
 
-def qkv(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    **rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _tiles(ring: Ring, columns: int) -> dict[str, int]:
+    return {"BLOCK_T": columns, "BLOCK_K": ring.inputs, "STAGES": ring.stages}
+
+
+@after_norm
+def qkv(normed: torch.Tensor, weight: torch.Tensor, **rest: Any) -> tuple[torch.Tensor]:
     """The kernel of `dense.qkv`. rest: of `project`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
-    return hidden, project(normed, weight, **rest)
+    return (project(normed, weight, **rest),)
 
 
 def output(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
@@ -73,17 +68,10 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if unmoved else x.clone(memory_format=torch.contiguous_format)
 
 
-def router(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    **rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@after_norm
+def router(normed: torch.Tensor, weight: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, ...]:
     """The kernel of `dense.router`; ids int32. rest: of `routed`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
-    return hidden, normed, *routed(normed, weight, **rest)
+    return normed, *routed(normed, weight, **rest)
 
 
 def project(
@@ -104,29 +92,17 @@ def project(
     from npu_gptoss.dense.triton import hopper
 
     tokens, inputs = normed.shape
-    kv_heads = key_cache.shape[2]
-    heads = weight.shape[0] // HEAD_DIM - 2 * kv_heads
+    constants = heads_of(weight.shape[0], key_cache, value_cache)
+    heads, kv_heads, _ = constants["HEADS"], constants["KV_HEADS"], constants.pop("DIM")
     ring, columns = ring or _ring("qkv", tokens), _columns(tokens)
     query = torch.empty(tokens, heads, HEAD_DIM, dtype=normed.dtype, device=normed.device)
+    operands = (hopper.descriptor(weight, HEAD_DIM, ring.inputs), hopper.descriptor(normed, columns, ring.inputs))
+    step = (cos_sin, positions, metadata.slot_mapping, query, key_cache, value_cache, tokens, metadata.num_tokens)
     hopper.qkv_kernel[(heads + 2 * kv_heads, triton.cdiv(tokens, columns))](
-        hopper.descriptor(weight, HEAD_DIM, ring.inputs),
-        hopper.descriptor(normed, columns, ring.inputs),
-        bias,
-        cos_sin,
-        positions,
-        metadata.slot_mapping,
-        query,
-        key_cache,
-        value_cache,
-        tokens,
-        metadata.num_tokens,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        STRIDE=head_stride(key_cache, value_cache),
-        BLOCK_T=columns,
-        BLOCK_K=ring.inputs,
+        *(*operands, bias, *step),
         STEPS=triton.cdiv(inputs, ring.inputs),
-        STAGES=ring.stages,
+        **constants,
+        **_tiles(ring, columns),
         **launch_options(normed, 4),
     )
     return query
@@ -156,23 +132,15 @@ def linear(
     if ring.splits > 1:
         shares = torch.empty(token_tiles * tiles * ring.splits * columns * 64, dtype=torch.float32, device=x.device)
         arrived = arrivals(token_tiles * tiles, x.device)
+    operands = (hopper.descriptor(weight, 64, ring.inputs), hopper.descriptor(x, columns, ring.inputs))
+    added = (x if bias is None else bias, x if residual is None else residual.contiguous())
     hopper.linear_kernel[(tiles, token_tiles, ring.splits)](
-        hopper.descriptor(weight, 64, ring.inputs),
-        hopper.descriptor(x, columns, ring.inputs),
-        x if bias is None else bias,
-        x if residual is None else residual.contiguous(),
-        out,
-        shares,
-        arrived,
-        tokens,
-        outputs,
+        *(*operands, *added, out, shares, arrived, tokens, outputs),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SPLITS=ring.splits,
-        BLOCK_T=columns,
-        BLOCK_K=ring.inputs,
         STEPS=triton.cdiv(inputs, ring.inputs * ring.splits),
-        STAGES=ring.stages,
+        **_tiles(ring, columns),
         **launch_options(x, 4),
     )
     return out
@@ -186,30 +154,22 @@ def routed(
 
     tokens, hidden = normed.shape
     experts = weight.shape[0]
-    topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=normed.device)
-    topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=normed.device)
+    routing = routing_of(tokens, top_k, normed.device)
     parts, groups = experts // router_hopper.SHARE.value, triton.cdiv(tokens, router_hopper.ROWS.value)
-    sums = topk_weights  # not touched
+    sums = routing[0]  # not touched
     if parts > 1:
         sums = torch.empty(tokens, experts, dtype=torch.float32, device=normed.device)
-    block_a, block_b = halves(hidden)
-    router_hopper.router_kernel[(parts, groups)](
-        normed,
-        weight,
-        bias,
-        topk_ids if live is None else live,
-        topk_weights,
-        topk_ids,
-        sums,
-        arrivals(groups, normed.device),
-        tokens,
+    read = (normed, weight, bias, routing[1] if live is None else live)
+    launch(
+        router_hopper.router_kernel,
+        (parts, groups),
+        (*read, *routing, sums, arrivals(groups, normed.device), tokens),
+        warps=ROUTER_WARPS,
         HIDDEN=hidden,
         EXPERTS=experts,
         TOP_K=top_k,
-        BLOCK_A=block_a,
-        BLOCK_B=block_b,
         BLOCK_K=triton.next_power_of_2(top_k),
         HAS_LIVE=live is not None,
-        **launch_options(normed, ROUTER_WARPS),
+        **blocks(hidden),
     )
-    return topk_weights, topk_ids
+    return routing

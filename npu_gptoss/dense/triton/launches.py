@@ -6,6 +6,7 @@ Block shapes were measured on an H200 at gpt-oss's sizes, cold caches (docs/benc
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
 from npu_gptoss.dense.triton.routing import router_kernel
 from npu_gptoss.dense.triton.rows import add_norm_kernel, final_kernel, partial_kernel, rope_cache_kernel
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.triton_launch import launch_options, processors
+from npu_gptoss.kernels.triton_launch import launch, processors
 from npu_gptoss.moe.operations import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -50,6 +51,24 @@ def _stream(residual: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.T
     return residual, delta.contiguous(), torch.empty_like(residual, dtype=torch.float32)
 
 
+def blocks(inputs: int) -> dict[str, int]:
+    """The two tiles of a row of inputs, as constants of a kernel."""
+    block_a, block_b = halves(inputs)
+    return {"BLOCK_A": block_a, "BLOCK_B": block_b}
+
+
+def heads_of(packed: int, key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict[str, int]:
+    """The constants of a kernel that writes to the cache. packed: rows of q, k and v together."""
+    kv_heads, head_dim = key_cache.shape[2:]
+    heads = packed // head_dim - 2 * kv_heads
+    return {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": head_dim, "STRIDE": head_stride(key_cache, value_cache)}
+
+
+def routing_of(tokens: int, top_k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for weights float32 and ids int32, [tokens, top_k] each."""
+    return tuple(torch.empty(tokens, top_k, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+
+
 def qkv_gemv(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
@@ -65,36 +84,23 @@ def qkv_gemv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel of `dense.qkv`."""
     tokens, hidden = residual.shape
-    kv_heads, head_dim = key_cache.shape[2:]
-    heads = weight.shape[0] // head_dim - 2 * kv_heads
     stream = _stream(residual, delta)
-    query = torch.empty(tokens, heads, head_dim, dtype=weight.dtype, device=residual.device)
-    block_a, block_b = halves(hidden)
-    pairs = min(QKV_PAIRS, head_dim // 2)
+    heads = heads_of(weight.shape[0], key_cache, value_cache)
+    query = torch.empty(tokens, heads["HEADS"], heads["DIM"], dtype=weight.dtype, device=residual.device)
+    pairs = min(QKV_PAIRS, heads["DIM"] // 2)
     groups = weight.shape[0] // (2 * pairs)
-    qkv_kernel[(min(groups, QKV_PROGRAMS * processors(residual.device)), tokens)](
-        *stream,
-        norm_weight,
-        _rows(weight),
-        bias,
-        cos_sin,
-        positions,
-        metadata.slot_mapping,
-        query,
-        key_cache,
-        value_cache,
-        metadata.num_tokens,
-        eps,
+    weights = (norm_weight, _rows(weight), bias)
+    step = (cos_sin, positions, metadata.slot_mapping, query, key_cache, value_cache, metadata.num_tokens)
+    launch(
+        qkv_kernel,
+        (min(groups, QKV_PROGRAMS * processors(residual.device)), tokens),
+        (*stream, *weights, *step, eps),
+        warps=QKV_WARPS,
         HIDDEN=hidden,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=head_dim,
-        STRIDE=head_stride(key_cache, value_cache),
         PAIRS=pairs,
-        BLOCK_A=block_a,
-        BLOCK_B=block_b,
         HAS_DELTA=delta is not None,
-        **launch_options(residual, QKV_WARPS),
+        **heads,
+        **blocks(hidden),
     )
     return stream[-1], query
 
@@ -111,24 +117,20 @@ def output_gemv(
     x = attended.contiguous()
     if out is None:
         out = torch.empty(tokens, outputs, dtype=x.dtype if residual is None else torch.float32, device=x.device)
-    block_a, block_b = halves(weight.shape[1])
     groups = triton.cdiv(outputs, LINEAR_ROWS)
     at_once = groups if outputs >= WIDE else LINEAR_PROGRAMS * processors(x.device)
-    linear_kernel[(min(groups, at_once), tokens)](
-        x,
-        _rows(weight),
-        x if bias is None else bias,
-        x if residual is None else residual.contiguous(),
-        out,
-        outputs,
+    added = (x if bias is None else bias, x if residual is None else residual.contiguous())
+    launch(
+        linear_kernel,
+        (min(groups, at_once), tokens),
+        (x, _rows(weight), *added, out, outputs),
+        warps=LINEAR_WARPS,
         IN=weight.shape[1],
         ROWS=LINEAR_ROWS,
-        BLOCK_A=block_a,
-        BLOCK_B=block_b,
         AGAIN=at_once < groups,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        **launch_options(x, LINEAR_WARPS),
+        **blocks(weight.shape[1]),
     )
     return out
 
@@ -140,20 +142,9 @@ def add_norm(
     tokens, hidden = residual.shape
     stream = _stream(residual, delta)
     out = torch.empty_like(stream[0], dtype=dtype)
-    if tokens == 0:
-        return stream[-1], out
-    block_a, block_b = halves(hidden)
-    add_norm_kernel[(tokens,)](
-        *stream,
-        norm_weight,
-        out,
-        eps,
-        HIDDEN=hidden,
-        BLOCK_A=block_a,
-        BLOCK_B=block_b,
-        HAS_DELTA=delta is not None,
-        **launch_options(residual, 4),
-    )
+    if tokens:
+        arguments, constants = (*stream, norm_weight, out, eps), {"HIDDEN": hidden, **blocks(hidden)}
+        launch(add_norm_kernel, (tokens,), arguments, warps=4, HAS_DELTA=delta is not None, **constants)
     return stream[-1], out
 
 
@@ -167,46 +158,42 @@ def rope_cache(
 ) -> torch.Tensor:
     """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
     tokens = packed.shape[0]
-    kv_heads, head_dim = key_cache.shape[2:]
-    heads = packed.shape[1] // head_dim - 2 * kv_heads
-    query = torch.empty(tokens, heads, head_dim, dtype=packed.dtype, device=packed.device)
+    constants = heads_of(packed.shape[1], key_cache, value_cache)
+    heads, kv_heads = constants["HEADS"], constants["KV_HEADS"]
+    query = torch.empty(tokens, heads, constants["DIM"], dtype=packed.dtype, device=packed.device)
     if tokens == 0:
         return query
     group = next(g for g in (8, 4, 2, 1) if heads % g == 0 and kv_heads % g == 0)
     parts = (heads + 2 * kv_heads) // group
     groups = parts if tokens > FEW_ROWS else 1  # a decode batch is spread over the chip, a prompt fills it anyway
-    rope_cache_kernel[(tokens, parts // groups)](
-        packed.contiguous(),
-        cos_sin,
-        positions,
-        metadata.slot_mapping,
-        query,
-        key_cache,
-        value_cache,
-        metadata.num_tokens,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=head_dim,
-        STRIDE=head_stride(key_cache, value_cache),
-        GROUP=group,
-        GROUPS=groups,
-        **launch_options(packed, 2),
-    )
+    step = (cos_sin, positions, metadata.slot_mapping, query, key_cache, value_cache, metadata.num_tokens)
+    grid = (tokens, parts // groups)
+    launch(rope_cache_kernel, grid, (packed.contiguous(), *step), warps=2, GROUP=group, GROUPS=groups, **constants)
     return query
 
 
-def qkv(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    **rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def after_norm(work: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Makes a kernel of an operation that begins with `add_norm`, of the work on the normed rows behind it."""
+
+    @functools.wraps(work)
+    def kernel(
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
+        return hidden, *work(normed, weight, **rest)
+
+    return kernel
+
+
+@after_norm
+def qkv(normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **rest: Any) -> tuple[torch.Tensor]:
     """The kernel of `dense.qkv`, by cuBLAS. rest: of `rope_cache`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
-    return hidden, rope_cache(F.linear(normed, weight, bias), **rest)
+    return (rope_cache(F.linear(normed, weight, bias), **rest),)
 
 
 def logits_gemv(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -239,53 +226,37 @@ def router(
     experts = weight.shape[0]
     stream = _stream(residual, delta)
     normed = torch.empty_like(stream[0], dtype=weight.dtype)
-    topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=residual.device)
-    topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=residual.device)
+    routing = routing_of(tokens, top_k, residual.device)
     if tokens == 0:
-        return stream[-1], normed, topk_weights, topk_ids
+        return stream[-1], normed, *routing
     share = ROUTER_SHARE if tokens == 1 else ROUTER_SHARE_FEW
     share = next(s for s in (share, 4, 2, 1) if experts % s == 0)
     if share == experts and triton.next_power_of_2(experts) != experts:
         share = 1
-    block_a, block_b = halves(hidden)
-    router_kernel[(experts // share, tokens)](
-        *stream,
-        norm_weight,
-        weight,
-        bias,
-        topk_ids if live is None else live,
-        normed,
-        topk_weights,
-        topk_ids,
-        torch.empty(tokens, experts, dtype=torch.float32, device=residual.device),
-        arrivals(tokens, residual.device),
-        eps,
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=residual.device)
+    read = (norm_weight, weight, bias, routing[1] if live is None else live)
+    launch(
+        router_kernel,
+        (experts // share, tokens),
+        (*stream, *read, normed, *routing, logits, arrivals(tokens, residual.device), eps),
+        warps=4,
         HIDDEN=hidden,
         EXPERTS=experts,
         SHARE=share,
         TOP_K=top_k,
-        BLOCK_A=block_a,
-        BLOCK_B=block_b,
         BLOCK_E=triton.next_power_of_2(experts),
         BLOCK_K=triton.next_power_of_2(top_k),
         HAS_DELTA=delta is not None,
         HAS_LIVE=live is not None,
-        **launch_options(residual, 4),
+        **blocks(hidden),
     )
-    return stream[-1], normed, topk_weights, topk_ids
+    return stream[-1], normed, *routing
 
 
-def router_norm(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    **rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@after_norm
+def router_norm(normed: torch.Tensor, weight: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, ...]:
     """The kernel of `dense.router`, by cuBLAS and `moe.route`. rest: of `route_live`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
-    return hidden, normed, *route_live(normed, weight, **rest)
+    return normed, *route_live(normed, weight, **rest)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
@@ -297,16 +268,7 @@ def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     if rows:
-        partial_kernel[(parts, rows)](
-            logits, values, ids, parts, VOCAB=vocab, BLOCK=block, **launch_options(logits, 4 if rows < 8 else 8)
-        )
-        final_kernel[(rows,)](
-            values,
-            ids,
-            out,
-            parts,
-            out.stride(0),
-            VOCAB=vocab,
-            BLOCK=triton.next_power_of_2(parts),
-            **launch_options(logits, 1),
-        )
+        warps, found = 4 if rows < 8 else 8, (values, ids)
+        launch(partial_kernel, (parts, rows), (logits, *found, parts), warps=warps, VOCAB=vocab, BLOCK=block)
+        block = triton.next_power_of_2(parts)
+        launch(final_kernel, (rows,), (*found, out, parts, out.stride(0)), warps=1, VOCAB=vocab, BLOCK=block)

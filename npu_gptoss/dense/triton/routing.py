@@ -29,18 +29,11 @@ def router_kernel(
     logits,  # [tokens, EXPERTS] fp32, scratch
     arrived,  # [tokens] int32, scratch, zero
     eps,
-    HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr,
     SHARE: tl.constexpr,  # experts of a program; divides EXPERTS
-    TOP_K: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    TOP_K: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HAS_LIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     DTYPE: tl.constexpr = weight.dtype.element_ty
     PROGRAMS: tl.constexpr = EXPERTS // SHARE
     part = tl.program_id(0)

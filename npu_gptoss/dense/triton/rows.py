@@ -21,12 +21,8 @@ def add_norm_kernel(
     norm_weight,  # [HIDDEN] fp32
     out,  # [tokens, HIDDEN]
     eps,
-    HIDDEN: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    HIDDEN: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     at_a = tl.arange(0, BLOCK_A)
     at_b = BLOCK_A + tl.arange(0, BLOCK_B)
@@ -55,16 +51,12 @@ def rope_cache_kernel(
     slots,  # [>= real tokens]; negative: not written
     query,  # [tokens, HEADS, DIM]
     key_cache,  # [slots, KV_HEADS, DIM], heads STRIDE apart
-    value_cache,
-    real_tokens,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    STRIDE: tl.constexpr,
+    value_cache, real_tokens,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STRIDE: tl.constexpr,
     GROUP: tl.constexpr,  # heads computed together; divides HEADS and KV_HEADS
     GROUPS: tl.constexpr,  # of a program
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     HALF: tl.constexpr = DIM // 2
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     let_next_start(PDL)
@@ -102,10 +94,8 @@ def partial_kernel(
     values,  # [rows, parts] fp32
     ids,  # [rows, parts] int32; -1: one is NaN or infinity
     parts,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_inputs(PDL)
     part = tl.program_id(0)
@@ -122,15 +112,11 @@ def partial_kernel(
 
 @triton.jit
 def final_kernel(
-    values,
-    ids,
+    values, ids,
     out,  # [rows] int64, `stride` apart
-    parts,
-    stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    parts, stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)

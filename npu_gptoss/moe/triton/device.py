@@ -149,25 +149,15 @@ def product(
     x,  # [rows, K] bfloat16
     x_row,  # [BN] the row of x in each column of the product
     x_valid,  # [BN] which of them to read; the others count as zero
-    words,
-    scales,
-    expert,
+    words, scales, expert,
     first_row,  # of the weights
     split,  # which of the SPLITS shares of the inputs to sum over
-    FORMAT: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    FORMAT: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     UNROLL: tl.constexpr,  # tiles of inputs in a step; 2: whatever their number, else a divisor of it
     HALVES: tl.constexpr,  # packed formats: a tile is multiplied in two halves, and a step waits for them
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ROWS: tl.constexpr = ROWS,
-    INPUTS: tl.constexpr = INPUTS,
-    MOST_ROWS: tl.constexpr = MOST_ROWS,
-):
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr = ROWS,
+    INPUTS: tl.constexpr = INPUTS, MOST_ROWS: tl.constexpr = MOST_ROWS,
+):  # fmt: skip
     """One tile of weights @ x.T in fp32, [BM, BN]. FP8's row scales are the caller's to apply."""
     TILES: tl.constexpr = (K + INPUTS - 1) // INPUTS
     PAIRS: tl.constexpr = (TILES + 1) // 2

@@ -24,10 +24,8 @@ def assign(
     lists,  # [experts, slots], out: the slots of each local expert, in their order
     counts,  # [experts], out: how many they are
     slots,
-    HAS_MAP: tl.constexpr,
-    BS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    HAS_MAP: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program an expert."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -55,29 +53,13 @@ def gate_up(
     topk_ids,  # [slots], read where ONE
     expert_map,  # [global experts] or unused
     lists,  # from `assign`, read where not ONE
-    counts,
-    words,
-    scales,
-    bias,
+    counts, words, scales, bias,
     inner,  # [slots, R // 2], out
-    slots,
-    limit,
-    FORMAT: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    ONE: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HALVES: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    slots, limit,
+    FORMAT: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, ONE: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr, BE: tl.constexpr, UNROLL: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """The first projection and the activation. ONE: a single token, whose experts are all different."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -114,32 +96,15 @@ def gate_up(
 @triton.jit(do_not_specialize=["slots"])
 def down(
     inner,  # [slots, K]
-    topk_ids,
-    expert_map,
-    lists,
-    counts,
+    topk_ids, expert_map, lists, counts,
     topk_weights,  # [slots] fp32
-    words,
-    scales,
-    bias,
+    words, scales, bias,
     shares,  # [slots, SPLITS, R] fp32, out
     slots,
-    FORMAT: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    ONE: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HALVES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    FORMAT: tl.constexpr, HAS_MAP: tl.constexpr, ONE: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, EXPERTS: tl.constexpr, BE: tl.constexpr, UNROLL: tl.constexpr, HALVES: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """The second projection with bias and routing weight.
 
     With PDL ids and lists may be read before the wait: `gate_up` launches its dependents after its own wait, so the

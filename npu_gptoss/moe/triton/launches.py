@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch, processors
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.layout import INPUTS, Call, TiledExperts, TiledMatrix, call_of
 from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, one_gluon_tiles, tiles, unroll
@@ -16,10 +16,6 @@ from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, few_gluon_tiles, gluo
 _SORT_CELLS = 1 << 14
 _SORT_PROGRAMS = 128  # at most: each reads what all others counted
 _COMBINE_ROWS = 1024
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, warps: int, **constants: Any) -> None:
-    kernel[grid](*arguments, **constants, **launch_options(arguments[0], warps))
 
 
 def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
@@ -49,7 +45,7 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     if tokens:
         rows = 1 if tokens <= 256 else 8
-        _launch(
+        launch(
             routing.route,
             (triton.cdiv(tokens, rows),),
             (logits.contiguous(), weights, ids, tokens),
@@ -72,7 +68,7 @@ def _assigned(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     experts, device = call.experts.num_experts, call.topk_ids.device
     lists = torch.empty(experts, call.slots, dtype=torch.int32, device=device)
     counts = torch.empty(experts, dtype=torch.int32, device=device)
-    _launch(
+    launch(
         few.assign,
         (experts,),
         (call.topk_ids, call.expert_map, lists, counts, call.slots),
@@ -128,7 +124,7 @@ def _few(call: Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) ->
     }
     routing = (call.topk_ids, call.expert_map, lists, counts)
     programs = slots if one else min(slots, experts.num_experts)
-    _launch(
+    launch(
         few.gate_up,
         (triton.cdiv(gate_up.rows, up_shape.rows), programs),
         (hidden, *routing, gate_up.words, _scales(gate_up), gate_up.bias, inner, slots, call.swiglu_limit),
@@ -137,7 +133,7 @@ def _few(call: Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) ->
         **common,
         **_constants(gate_up, up_shape),
     )
-    _launch(
+    launch(
         few.down,
         (triton.cdiv(down.rows, down_shape.rows), programs, splits),
         (inner, *routing, call.topk_weights, down.words, _scales(down), down.bias, shares, slots),
@@ -158,7 +154,7 @@ def triton_many(**arguments: Any) -> torch.Tensor:
     products = ((call.hidden, experts.gate_up, inner), (inner, experts.down, shares))
     for (x, matrix, out), shape in zip(products, shapes, strict=True):
         full_and_last = slots // shape.columns + min(experts.num_experts, slots)
-        _launch(
+        launch(
             many.grouped,
             (triton.cdiv(matrix.rows, shape.rows) * full_and_last,),
             (x, order, ends, call.topk_weights, matrix.words, _scales(matrix), matrix.bias, out, call.swiglu_limit),
@@ -199,18 +195,9 @@ def _products_in_gluon(
     from npu_gptoss.moe.triton import many_hopper
 
     hidden, experts = call.hidden, call.experts
-    grid = (processors(hidden.device),)
     for x, matrix, out in ((hidden, experts.gate_up, inner), (inner, experts.down, shares)):
-        many_hopper.product[grid](
-            x,
-            order,
-            ends,
-            call.topk_weights,
-            matrix.words,
-            matrix.scales,
-            matrix.bias,
-            out,
-            call.swiglu_limit,
+        many_hopper.product[(processors(hidden.device),)](
+            *(x, order, ends, call.topk_weights, matrix.words, matrix.scales, matrix.bias, out, call.swiglu_limit),
             GATE_UP=x is hidden,
             TOP_K=call.top_k,
             BE=ends.shape[0],
@@ -237,8 +224,8 @@ def sorted_slots(
     order = torch.empty(slots, dtype=torch.int32, device=topk_ids.device)
     ends = torch.empty(padded_experts, dtype=torch.int32, device=topk_ids.device)
     common = {"HAS_MAP": experts.expert_map is not None, "BE": padded_experts, "BS": block}
-    _launch(many.count, (programs,), (topk_ids, expert_map, counts, slots, rounds), warps=8, **common)
-    _launch(
+    launch(many.count, (programs,), (topk_ids, expert_map, counts, slots, rounds), warps=8, **common)
+    launch(
         many.place,
         (programs,),
         (topk_ids, expert_map, counts, order, ends, slots, rounds, programs),
@@ -253,7 +240,7 @@ def _combined(shares: torch.Tensor, call: Call) -> torch.Tensor:
     rows, splits = shares.shape[-1], shares.shape[1] if shares.dim() == 3 else 1
     block = min(triton.next_power_of_2(rows), _COMBINE_ROWS)
     out = call.hidden.new_empty(call.hidden.shape[0], rows)
-    _launch(
+    launch(
         routing.combine,
         (triton.cdiv(rows, block), call.hidden.shape[0]),
         (shares, call.topk_ids, call.expert_map, out),

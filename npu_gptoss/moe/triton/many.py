@@ -15,16 +15,11 @@ from npu_gptoss.moe.triton.device import finish, local_expert, product, swigluoa
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["rounds"])
 def count(
-    topk_ids,
-    expert_map,
+    topk_ids, expert_map,
     counts,  # [programs, BE], out: how many of a program's rounds * BS slots each local expert has
-    slots,
-    rounds,
-    HAS_MAP: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    slots, rounds,
+    HAS_MAP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(PDL)
     let_next_start(PDL)
     e = tl.arange(0, BE)
@@ -38,20 +33,12 @@ def count(
 
 @triton.jit(do_not_specialize=["slots", "programs"], do_not_specialize_on_alignment=["rounds"])
 def place(
-    topk_ids,
-    expert_map,
-    counts,
+    topk_ids, expert_map, counts,
     order,  # [slots], out: slots by expert, within an expert in their order; what lies past the last group is undefined
     ends,  # [BE], out: where each expert's group ends
-    slots,
-    rounds,
-    programs,
-    HAS_MAP: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
-    BP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    slots, rounds, programs,
+    HAS_MAP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(PDL)
     let_next_start(PDL)
     own = tl.program_id(0)
@@ -94,29 +81,13 @@ def _tile(ends, number, BE: tl.constexpr, EXPERTS: tl.constexpr, BN: tl.constexp
 @triton.jit
 def grouped(
     x,  # [tokens, K]; without GATE_UP [slots, K] in the order of `order`
-    order,
-    ends,
-    topk_weights,
-    words,
-    scales,
-    bias,
+    order, ends, topk_weights, words, scales, bias,
     out,  # bfloat16: [slots, R // 2] in the order of `order` (GATE_UP), else [slots, R]
     limit,
-    GATE_UP: tl.constexpr,
-    FORMAT: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BE: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HALVES: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+    GATE_UP: tl.constexpr, FORMAT: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BE: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr, HALVES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """The first projection and the activation (GATE_UP); the second with bias and routing weight, back in the order of
     the slots."""
     wait_for_inputs(PDL)

@@ -283,29 +283,16 @@ def shares_of(call: Call, shape: OneTiles) -> torch.Tensor:
     inner = call.hidden.new_empty(slots, second.inputs)
     shares = torch.empty(slots, shape.splits, second.rows, dtype=torch.float32, device=call.hidden.device)
     common = {"HAS_MAP": call.has_map, "num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": True}
+    scales, routing = [m.scales.view(torch.uint8) for m in (first, second)], (call.topk_ids, call.expert_map)
     gate_up[(-(-first.rows // rows), slots)](
-        call.hidden,
-        call.topk_ids,
-        call.expert_map,
-        first.words,
-        first.scales.view(torch.uint8),
-        first.bias,
-        inner,
-        call.swiglu_limit,
+        *(call.hidden, *routing, first.words, scales[0], first.bias, inner, call.swiglu_limit),
         R=first.rows,
         K=first.inputs,
         DEEP=shape.deep,
         **common,
     )
     down[(-(-second.rows // rows), slots, shape.splits)](
-        inner,
-        call.topk_ids,
-        call.expert_map,
-        call.topk_weights,
-        second.words,
-        second.scales.view(torch.uint8),
-        second.bias,
-        shares,
+        *(inner, *routing, call.topk_weights, second.words, scales[1], second.bias, shares),
         R=second.rows,
         K=second.inputs,
         SPLITS=shape.splits,

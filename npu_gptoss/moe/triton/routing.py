@@ -16,13 +16,9 @@ def route(
     weights,  # [tokens, TOP_K] fp32, out
     ids,  # [tokens, TOP_K] int32, out
     tokens,
-    TOP_K: tl.constexpr,
-    BK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BE: tl.constexpr,
-    BT: tl.constexpr,
+    TOP_K: tl.constexpr, BK: tl.constexpr, EXPERTS: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Of equal logits the expert with the lower number comes first. NaN: whatever comes out, ids stay within range."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -55,16 +51,11 @@ def route(
 @triton.jit
 def combine(
     shares,  # [slots, SPLITS, R]
-    topk_ids,
-    expert_map,
+    topk_ids, expert_map,
     out,  # [tokens, R]
-    TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    R: tl.constexpr,
-    BR: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, SPLITS: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Slots that were not computed (other ranks, padding) are not read: what stands there is whatever memory held.
 
     The next kernel may start, and load its weights, before this one's wait ends: it waits for this one in turn, which
