@@ -1,5 +1,8 @@
 """Loads tokenizer.json with the library `tokenizers`, and turns its failures into errors.
 
+Training saves its last call's padding and truncation into the file. transformers resets both at each call; so does
+this loader, or each text of a chat would be padded to the longest, or cut.
+
 The library raises bare `Exception` for most bad files. A panic of its Rust code raises a `BaseException`, which
 `except Exception` misses, after cryptic lines on standard error.
 """
@@ -33,6 +36,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         )
     with panics_told(f"{path} cannot be read as a tokenizer"):
         tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     try_tokenizer(path, tokenizer)
     return tokenizer
 

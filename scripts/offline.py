@@ -18,11 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openai_harmony import Role
-
 from npu_gptoss.frontend.turn import Turn
-from npu_gptoss.harmony.library import load_encoding
-from npu_gptoss.harmony.parser import Kind, TolerantParser
+from npu_gptoss.harmony.encoding import load_encoder
+from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ def refusal(options: argparse.Namespace) -> str | None:
 
 def show(output: RequestOutput, directory: Path) -> None:
     completion, tokens = output.outputs[0], len(output.prompt_token_ids)
-    turn = Turn(TolerantParser(load_encoding(directory), Role.ASSISTANT))
+    turn = Turn(load_encoder(directory).parser())
     turn.read(completion.token_ids, completion.finish_reason)
     print(f"thought: {turn.texts(Kind.REASONING) or ''}")
     answer = turn.texts(Kind.ANSWER)

@@ -12,7 +12,7 @@ from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece
 from npu_gptoss.frontend.request import Defaults
 from npu_gptoss.frontend.turn import Event
-from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
+from npu_gptoss.harmony.encoding import load_encoder
 from npu_gptoss.harmony.library import load_encoding
 
 # fields of a chat that a line of a prompts file may have; the engine's options say how it is sampled
@@ -24,7 +24,7 @@ class Chats:
 
     def __init__(self, model_dir: Path) -> None:
         self.library = load_encoding(model_dir)
-        self.encoder = Encoder(self.library, text_tokenizer(Path(model_dir)))
+        self.encoder = load_encoder(Path(model_dir))
         self.stop_token_ids = tuple(self.library.stop_tokens_for_assistant_actions())
 
     def read(self, fields: Mapping[str, Any], date: str | None = None, effort: str | None = None) -> chat.Request:
@@ -46,7 +46,7 @@ class Chats:
         return request.asked.prompt(self.encoder)
 
     def reading(self, request: chat.Request) -> Reading:
-        return Reading(request, chat.Choice(request, request.asked.turn(self.library, self.encoder)))
+        return Reading(request, chat.Choice(request, request.asked.turn(self.encoder)))
 
 
 class Reading:

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai_harmony import HarmonyEncoding, Message, Role
+from openai_harmony import Message
 
 from npu_gptoss.frontend.structure import Structure
 from npu_gptoss.frontend.tools import Tools
 from npu_gptoss.frontend.turn import Reading, Turn
 from npu_gptoss.harmony.conversation import ConversationError, reasoning_effort, with_head
 from npu_gptoss.harmony.encoding import Encoder, check_length
-from npu_gptoss.harmony.parser import TolerantParser
 
 Json = dict[str, Any]
 
@@ -72,9 +71,9 @@ class Asked:
             check_length(limit, len(ids), self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens"))
         return ids
 
-    def turn(self, library: HarmonyEncoding, encoder: Encoder) -> Turn:
+    def turn(self, encoder: Encoder) -> Turn:
         """Returns a reader of one sample's tokens."""
-        turn = Turn(TolerantParser(library, Role.ASSISTANT), self.reading)
+        turn = Turn(encoder.parser(), self.reading)
         if self.continued is not None:
             turn.begin(encoder.header(self.continued[0]))
         return turn

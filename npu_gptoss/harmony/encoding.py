@@ -1,23 +1,30 @@
-"""harmony messages to token ids, in time linear in their length.
+"""harmony messages to token ids, in time linear in their length, and the checkpoint's own tokens to text.
 
 Text is encoded by the checkpoint's own tokenizer.json, told to take the names of special tokens for text, so that no
 message can write a control token. openai-harmony's tokenizer gives the same ids, but needs the square of the length of
 a run of equal characters (openai/harmony issue 79), and holds Python's lock while it works; it stands in only where
 there is no tokenizer.json.
+
+Training may add tokens, or rename reserved ones. Their names in a text become these tokens, as in training, and the
+parser of openai-harmony reads them through `Encoder.spelled`: it knows the published vocabulary only.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from openai_harmony import HarmonyEncoding, Message
+from openai_harmony import HarmonyEncoding, Message, Role
 from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.harmony.library import load_encoding
+from npu_gptoss.harmony.parser import TolerantParser
 from npu_gptoss.harmony.rendering import CHANNEL, CONTROL, MESSAGE, pieces
+from npu_gptoss.harmony.vocabulary import LAST_SPECIAL_ID, SPECIAL_TOKENS, byte_characters
 from npu_gptoss.tokenizer import load_tokenizer
 
 LONGEST_TOKEN = 128  # characters; a run of spaces. tests/harmony looks at the whole vocabulary
@@ -57,6 +64,28 @@ class Encoder:
     def __init__(self, library: HarmonyEncoding, tokenizer: Tokenizer | None = None) -> None:
         self._library = library
         self._tokenizer = tokenizer
+        self._added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+        self.spelled = functools.cache(self._spelled)
+
+    def parser(self) -> TolerantParser:
+        """A reader of a turn of the model."""
+        return TolerantParser(self._library, Role.ASSISTANT, self.spelled)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, with the names of special tokens."""
+        if self._tokenizer is None:
+            return self._library.decode(ids)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _spelled(self, token: int) -> tuple[int, ...]:
+        """Tokens of the published vocabulary with the text of a special or added token; none for an unused id."""
+        known = SPECIAL_TOKENS.get(token)
+        name = known if self._tokenizer is None else self._tokenizer.id_to_token(token)
+        if name is None or name == known:
+            return (token,) if token <= LAST_SPECIAL_ID else ()
+        if token in self._added:
+            name = "".join(byte_characters()[byte] for byte in name.encode())
+        return tuple(map(self._tokenizer.token_to_id, name))
 
     def encode(self, messages: Sequence[Message], limit: int | None = None, for_completion: bool = True) -> list[int]:
         """Token ids up to and with `<|start|>assistant`. `limit`: tokens of the context, if longer texts are refused.
@@ -102,6 +131,11 @@ class Encoder:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
+def load_encoder(directory: Path | None) -> Encoder:
+    """The encoder of a checkpoint, made from its own files. Raises InputError when they cannot be used."""
+    return Encoder(load_encoding(directory), None if directory is None else text_tokenizer(directory))
+
+
 @functools.lru_cache(maxsize=4)
 def text_tokenizer(directory: Path) -> Tokenizer | None:
     """tokenizer.json of a checkpoint, for text without special tokens; None when there is none.
@@ -120,5 +154,11 @@ def text_tokenizer(directory: Path) -> Tokenizer | None:
                 "tokenizer.json from the original checkpoint.",
                 field="tokenizer.json",
             )
+    added = tokenizer.get_added_tokens_decoder()
+    if any(token.special and SPECIAL_TOKENS.get(i) != token.content for i, token in added.items()):
+        content = json.loads(tokenizer.to_str())  # tokens of training, which a text may name
+        for token in content["added_tokens"]:
+            token["special"] = SPECIAL_TOKENS.get(token["id"]) == token["content"]
+        tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.encode_special_tokens = True
     return tokenizer

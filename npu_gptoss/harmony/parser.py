@@ -12,9 +12,11 @@ import enum
 import functools
 import logging
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 
 from openai_harmony import HarmonyEncoding, HarmonyError, Message, Role, StreamableParser, StreamState
+
+from npu_gptoss.harmony.vocabulary import FIRST_SPECIAL_ID
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +108,17 @@ class TolerantParser(StreamableParser):
     A header goes to the strict parser when it is well formed. Otherwise channel and recipient are read out of it as far
     as possible; without either the message is an answer. A message may lack its `<|start|>`. One that ends within its
     header is text of the channel that the header names. A message of another role is dropped.
+
+    spelled: tokens of the published vocabulary with the text of a special or added token (`Encoder.spelled`).
     """
 
-    def __init__(self, encoding: HarmonyEncoding, role: Role | None) -> None:
+    def __init__(
+        self, encoding: HarmonyEncoding, role: Role | None, spelled: Callable[[int], Sequence[int]] | None = None
+    ) -> None:
         super().__init__(encoding, role=role)
         self._encoding = encoding
+        self._spelled = spelled
+        self._joined: str | None = None  # the text of a token that is spelled by others
         self._start, self._message, self._end = _tokens(encoding, "<|start|><|message|><|end|>")
         (self._end_of_text,) = _tokens(encoding, "<|endoftext|>")  # a stop token, too, by generation_config.json
         self._turn_ends = frozenset(encoding.stop_tokens_for_assistant_actions())
@@ -122,6 +130,15 @@ class TolerantParser(StreamableParser):
         self._messages: list[Message] | None = None  # as last read; None when there may be another
 
     def process(self, token: int) -> TolerantParser:
+        self._joined = None
+        if token < FIRST_SPECIAL_ID or self._spelled is None or (spelled := self._spelled(token)) == (token,):
+            return self._process(token)
+        self._delta_is_fresh = self._completed = False
+        texts = [self._process(part).last_content_delta for part in spelled]
+        self._joined = "".join(text for text in texts if text)
+        return self
+
+    def _process(self, token: int) -> TolerantParser:
         if token == self._end_of_text:  # behind the `<|end|>` of an answer that a grammar of vLLM 0.33 ends so
             return self.process_eos()
         self._delta_is_fresh = self._completed = False
@@ -133,7 +150,7 @@ class TolerantParser(StreamableParser):
 
     def process_eos(self) -> TolerantParser:
         """Ends the turn after its last token: a message that is cut off in its text ends there."""
-        self._delta_is_fresh, self._completed, self._messages = False, False, None
+        self._delta_is_fresh, self._completed, self._messages, self._joined = False, False, None, None
         if self._phase is _Phase.CONTENT:
             super().process_eos()
             self._completed = True
@@ -262,4 +279,6 @@ class TolerantParser(StreamableParser):
     @property
     def last_content_delta(self) -> str | None:
         """Text that the last token completed; None when it completed none, also when it was dropped."""
+        if self._joined is not None:
+            return self._joined
         return super().last_content_delta if self._delta_is_fresh else None

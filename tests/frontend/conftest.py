@@ -84,7 +84,7 @@ def ask(library, encoder, tokens) -> Callable[..., Any]:  # noqa: F811
         request = chat.read(body)
         script = Script(tokens(text), bite or 3, finish)
         facts = chat.Facts("chatcmpl-1", "gpt-oss", len(request.asked.prompt(encoder)))
-        answer = chat.Answer(request, facts, lambda: request.asked.turn(library, encoder))
+        answer = chat.Answer(request, facts, lambda: request.asked.turn(encoder))
 
         async def go() -> Any:
             if bite is None:

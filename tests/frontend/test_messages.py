@@ -52,7 +52,7 @@ def answer(library, encoder, tokens) -> Callable[..., Any]:
         script = Script(tokens(text), bite or 3, finish)
         prompt = request.asked.prompt(encoder)
         facts = messages.Facts("msg_1", "gpt-oss", len(prompt), cached_details=True)
-        made = messages.Answer(request, facts, lambda: request.asked.turn(library, encoder))
+        made = messages.Answer(request, facts, lambda: request.asked.turn(encoder))
 
         async def go() -> Any:
             if bite is None:
@@ -178,7 +178,7 @@ def test_usage_counts_the_cache_twice(library, encoder, tokens):
 
     for details, usage in ((True, (84, 16)), (False, (100, 0))):
         facts = messages.Facts("msg_1", "gpt-oss", 100, cached_details=details)
-        made = messages.Answer(request, facts, lambda: request.asked.turn(library, encoder))
+        made = messages.Answer(request, facts, lambda: request.asked.turn(encoder))
         got = asyncio.run(made.whole(Cached(tokens(THOUGHT + FOUR), 1).steps()))["usage"]
         assert (got["input_tokens"], got["cache_read_input_tokens"]) == usage
         assert got["output_tokens_details"]["thinking_tokens"] == 1

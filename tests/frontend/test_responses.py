@@ -40,7 +40,7 @@ def respond(library, encoder, tokens):
     def responded(text: str, bite: int | None = None, script: type = Script, logprobs: bool = False, **fields: Any):
         request = responses.read(body(stream=bite is not None, **fields))
         facts = responses.Facts("resp_1", "gpt-oss", 7, logprobs=scored(library) if logprobs else None)
-        answer = responses.Answer(request, facts, request.asked.turn(library, encoder))
+        answer = responses.Answer(request, facts, request.asked.turn(encoder))
         steps = script(tokens(text), bite or 3)
 
         async def go() -> Any:
@@ -211,7 +211,7 @@ def test_an_error_while_generating_is_no_event(respond, library, encoder, tokens
     with pytest.raises(RuntimeError):
         respond(THOUGHT + FOUR, 3, script=Broken)
     request = responses.read(body())
-    answer = responses.Answer(request, responses.Facts("r", "m", 1), request.asked.turn(library, encoder))
+    answer = responses.Answer(request, responses.Facts("r", "m", 1), request.asked.turn(encoder))
     told = answer.last(answer.failed(RuntimeError("the wheels came off")))
     assert (told["type"], told["response"]["status"]) == ("response.failed", "failed")
     assert told["response"]["error"] == {"code": "server_error", "message": "the wheels came off"}

@@ -159,7 +159,7 @@ def test_a_header_that_is_cut_off_is_text(library, encoder, header):
     for before in ("", THOUGHT, THOUGHT + NEXT):
         tokens = tokens_of(library, (before, header))
         for cut in range(len(tokens_of(library, (before,))), len(tokens) + 1):
-            turn = request.asked.turn(library, encoder).read(tokens[:cut], "length")
+            turn = request.asked.turn(encoder).read(tokens[:cut], "length")
             assert "".join(part.text for part in turn.parts) == ("hm" if before else ""), library.decode(tokens[:cut])
 
 
@@ -214,7 +214,7 @@ def test_any_tokens_raise_or_are_streamed_otherwise(library, encoder):
     request = chat.read({"messages": MESSAGES})
     for _ in range(300):
         tokens = noisy(library, draw)
-        whole, streamed = (request.asked.turn(library, encoder) for _ in range(2))
+        whole, streamed = (request.asked.turn(encoder) for _ in range(2))
         whole.read(tokens, "length")
         events = [event for token in tokens for event in streamed.feed(token)] + streamed.end("length")
         assert whole.parts == streamed.parts
@@ -225,7 +225,7 @@ def test_a_header_of_a_grammar_hides_the_answer_or_the_call(library, encoder):
     """vLLM 0.33's grammars let the model write these headers; test_ledger.py fails when it has others."""
     request = chat.read({"messages": MESSAGES, "tools": [WEATHER]})
     for text, kind in ((f"{begin}{{}}", kind) for kind, begins in GRAMMAR_HEADERS.items() for begin in begins):
-        turn = request.asked.turn(library, encoder).read(tokens_of(library, (text, "<|call|>")), "stop")
+        turn = request.asked.turn(encoder).read(tokens_of(library, (text, "<|call|>")), "stop")
         (part,) = turn.parts
         assert (part.kind.name, part.name, part.text) == (kind, "get_weather" if kind == "CALL" else None, "{}"), text
 
@@ -269,7 +269,7 @@ def test_a_stream_of_a_call_opens_with_an_empty_text(ask):
 def run(script: Any, library: Any, encoder: Any, **fields: Any) -> list[str]:
     """The lines of a stream over the steps of a script."""
     request = chat.read({"messages": MESSAGES, "stream": True} | fields)
-    answer = chat.Answer(request, chat.Facts("c", "m", 7), lambda: request.asked.turn(library, encoder))
+    answer = chat.Answer(request, chat.Facts("c", "m", 7), lambda: request.asked.turn(encoder))
 
     async def go() -> list[str]:
         return [line async for line in answer.lines(script.steps())]
@@ -322,7 +322,7 @@ def test_token_ids_of_a_stream_differ_from_the_generated_ones(ask, tokens):
 
 def test_a_client_that_leaves_does_not_end_the_generation(library, encoder, tokens):
     request = chat.read({"messages": MESSAGES, "stream": True})
-    answer = chat.Answer(request, chat.Facts("c", "m", 7), lambda: request.asked.turn(library, encoder))
+    answer = chat.Answer(request, chat.Facts("c", "m", 7), lambda: request.asked.turn(encoder))
     script = Script(tokens(THOUGHT + FOUR), 1)
 
     async def leave() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece
-from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.serving.openai import intake
 from npu_gptoss.serving.openai.engine import Started, encoder_of, start, use
 from npu_gptoss.serving.openai.errors import engine_ended, failure, log_failure, of_the_request, refusal
@@ -133,7 +132,7 @@ async def _facts(started: Started, wanted: chat.Request) -> chat.Facts:
     tokenizer = await release().tokenizer(self) if plain.logprobs else None
     prompt = {"prompt_token_ids": started.prompt} if wanted.with_token_ids else {}
     if getattr(plain, "return_prompt_text", False):
-        prompt["prompt_text"] = load_encoding().decode(started.prompt)
+        prompt["prompt_text"] = encoder_of(self).decode(started.prompt)
 
     def logprobs(piece: Piece, which: Sequence[int]) -> dict[str, Any]:
         return self._create_chat_logprobs(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.request import Asked
 from npu_gptoss.frontend.turn import Turn
-from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
-from npu_gptoss.harmony.library import load_encoding
+from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.openai.release import release
@@ -48,14 +47,13 @@ _served: list[Encoder] = []  # this process's server's encoder, once made
 
 def prepare(model_config: ModelConfig) -> Encoder:
     """Makes the encoder of this process's server, which takes seconds. Raises VocabularyError."""
-    directory = checkpoint_directory(model_config)
-    made = Encoder(load_encoding(directory), None if directory is None else text_tokenizer(directory))
+    made = load_encoder(checkpoint_directory(model_config))
     _served[:] = [made]
     return made
 
 
 def served_encoder() -> Encoder:
-    return _served[0] if _served else Encoder(load_encoding())
+    return _served[0] if _served else load_encoder(None)
 
 
 def encoder_of(serving: Any) -> Encoder:
@@ -89,7 +87,7 @@ class Started:
     whole: bool
 
     def turn(self) -> Turn:
-        return self.asked.turn(load_encoding(), encoder_of(self.serving))
+        return self.asked.turn(encoder_of(self.serving))
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yields the engine's outputs as steps; closing the generator aborts the request."""
