@@ -14,6 +14,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.files import MIB, MOST_BYTES, CheckpointError, is_directory, is_there, read_json
 from npu_gptoss.model.checkpoint import check_checkpoint
 from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig
+from npu_gptoss.model.config_fields import overridden
 from npu_gptoss.model.generation import stop_token_ids
 from npu_gptoss.tokenizer import FILE_NAME as TOKENIZER_NAME
 from npu_gptoss.tokenizer import check_vocabulary, load_tokenizer
@@ -36,7 +37,7 @@ def check_directory(
     """
     if overrides:
         values = read_json(directory / CONFIG_NAME, ConfigError)
-        config = GptOssConfig.from_dict({**values, **overrides} if isinstance(values, dict) else values)
+        config = GptOssConfig.from_dict(overridden(values, overrides) if isinstance(values, dict) else values)
     else:
         config = GptOssConfig.from_directory(directory)
     check_files(directory)

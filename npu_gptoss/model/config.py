@@ -1,15 +1,15 @@
 """The numbers that define one gpt-oss model, read from a checkpoint's config.json completely or refused in words.
 
 `config_fields.py` has the table of fields; here are the values and the relations between them. They are checked in
-every `GptOssConfig`, however it is built. A field with a default may be absent: transformers takes the same value then.
+every `GptOssConfig`, however it is built. A field may be absent: its default is that of transformers' class, which is
+the published 120b.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,16 +18,16 @@ from npu_gptoss.files import is_directory, is_there, read_json
 from npu_gptoss.model.config_fields import (
     ARCHITECTURE,
     FULL,
-    MISSING,
     MODEL_TYPE,
     MXFP4,
-    OF_THE_MODEL,
+    PUBLISHED_YARN,
     SLIDING,
     ConfigError,
     check_all,
     is_number,
     read_fields,
     refuse,
+    warn_once,
 )
 from npu_gptoss.model.foreign import refuse_foreign
 
@@ -105,21 +105,21 @@ class GptOssConfig:
     `eos_token_id` and `pad_token_id` are None where the file says null or nothing: transformers leaves null fields out.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_local_experts: int
-    num_experts_per_tok: int
-    vocab_size: int
-    sliding_window: int  # keys that a query sees in a sliding layer, itself included
-    layer_types: tuple[str, ...]
-    rope_theta: float
-    rope_scaling: YarnScaling
-    rms_norm_eps: float
-    max_position_embeddings: int
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    vocab_size: int = 201_088  # 200 019 tokens and padding to a multiple of 128 and more
+    sliding_window: int = 128  # keys that a query sees in a sliding layer, itself included
+    layer_types: tuple[str, ...] = ()  # empty: sliding and full in turns
+    rope_theta: float = 150_000.0
+    rope_scaling: YarnScaling = field(default_factory=lambda: YarnScaling(**PUBLISHED_YARN))
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131_072
     swiglu_limit: float = 7.0  # up to transformers 4.57 in its code, and not in the files that it writes
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -129,6 +129,9 @@ class GptOssConfig:
 
     def __post_init__(self) -> None:
         check_all(self)
+        if not self.layer_types:
+            types = tuple(FULL if layer % 2 else SLIDING for layer in range(self.num_hidden_layers))
+            object.__setattr__(self, "layer_types", types)
         if not isinstance(self.rope_scaling, YarnScaling):
             refuse("rope_scaling", "expected a YarnScaling", self.rope_scaling)
         for name, holds, expected in _relations(self):
@@ -148,11 +151,11 @@ class GptOssConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> GptOssConfig:
         """Reads the content of a config.json, or the result of transformers' `to_dict`. Raises ConfigError."""
         found = read_fields(values, [field.name for field in fields(cls)])
-        for field in fields(cls):
-            if field.name not in found and field.default is NO_DEFAULT:
-                OF_THE_MODEL[field.name].check(field.name, MISSING)
-        found["rope_scaling"] = _with_floats(YarnScaling, found["rope_scaling"])
-        if isinstance(found["layer_types"], list):
+        for name in [name for name in _ALWAYS_WRITTEN if name not in found]:
+            warn_once(name, f"{name} is missing; the default of transformers' class is taken")
+        if "rope_scaling" in found:
+            found["rope_scaling"] = _with_floats(YarnScaling, found["rope_scaling"])
+        if isinstance(found.get("layer_types"), list) and found["layer_types"]:
             found["layer_types"] = tuple(found["layer_types"])
         return _with_floats(cls, found)
 
@@ -208,9 +211,10 @@ def _with_floats(kind: type, values: dict[str, Any]) -> Any:
 
 # Fields of the class that config.json has under the same name, as the same value
 _SAME_NAME = {field.name for field in fields(GptOssConfig)} - {"quantization", "dtype", "other_eos_token_ids"}
+_ALWAYS_WRITTEN = sorted(_SAME_NAME - {"swiglu_limit", "eos_token_id", "pad_token_id"})
 
 
-# The sizes of gpt-oss-20b, by the short names of `published_config` where they have one
+# Short names of `published_config`
 _SHORT = {
     "hidden": "hidden_size",
     "intermediate": "intermediate_size",
@@ -221,31 +225,15 @@ _SHORT = {
     "window": "sliding_window",
     "max_positions": "max_position_embeddings",
 }
-_PUBLISHED = {
-    "hidden": 2880,
-    "intermediate": 2880,
-    "experts": 32,
-    "experts_per_token": 4,
-    "heads": 64,
-    "kv_heads": 8,
-    "head_dim": 64,
-    "window": 128,
-    "max_positions": 131_072,
-    "vocab_size": 201_088,  # 200 019 tokens and padding to a multiple of 128 and more
-    "rope_theta": 150_000.0,
-    "rms_norm_eps": 1e-5,
-    "dtype": "bfloat16",
-}
 
 
 def published_config(layers: int = 24, *, truncate: bool = False, mxfp4: bool = False, **sizes: Any) -> GptOssConfig:
     """gpt-oss-20b in BF16 but for `sizes`: fields by their own names or by the names of _SHORT. Raises ConfigError."""
     return GptOssConfig(
         num_hidden_layers=layers,
-        layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
-        rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=truncate),
+        rope_scaling=YarnScaling(**PUBLISHED_YARN | {"truncate": truncate}),
         quantization=MXFP4 if mxfp4 else None,
-        **{_SHORT.get(name, name): value for name, value in {**_PUBLISHED, **sizes}.items()},
+        **{_SHORT.get(name, name): value for name, value in {"experts": 32, "dtype": "bfloat16", **sizes}.items()},
     )
 
 

@@ -3,12 +3,14 @@
 Contract: the config.json of openai/gpt-oss-20b and -120b (transformers 4.55), and files that transformers writes: up
 to 4.57 `rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5 on `rope_parameters` holds both. A field
 that the table lacks is refused when its name speaks of the model (`_SPEAKS_OF_THE_MODEL`) or its value is a list or an
-object; another one (`unsloth_version`) is passed over with one warning.
+object; another one (`unsloth_version`) is passed over with one warning. What transformers reads is read: `normalized`
+turns its spellings into one, for this package and for vLLM, and a missing number is the one of transformers' class.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -21,11 +23,14 @@ _warned: set[str] = set()
 
 MODEL_TYPE = "gpt_oss"
 ARCHITECTURE = "GptOssForCausalLM"
+_ARCHITECTURES = (None, [ARCHITECTURE], [f"FSDP{ARCHITECTURE}"])  # the last is accelerate's class around the model
 MXFP4 = "mxfp4"
 SLIDING, FULL = "sliding_attention", "full_attention"
 _CHECK_FILE = "check that the file belongs to a gpt-oss checkpoint and is unchanged"
 LARGEST = 1e30  # of a number that the model computes with: its square is a float32
 MISSING = object()
+ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+PUBLISHED_YARN = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 class ConfigError(InputError):
@@ -124,7 +129,11 @@ OF_THE_MODEL: dict[str, Rule] = {
 
 # Checked, and not kept. Absent means the only value: it is the default of transformers' class.
 _CHECKED: dict[str, Rule] = {
-    "architectures": Rule(f"[{ARCHITECTURE!r}]", lambda v: v in (None, [ARCHITECTURE], (ARCHITECTURE,))),
+    "architectures": Rule(
+        f"[{ARCHITECTURE!r}]",
+        lambda v: v in _ARCHITECTURES,
+        f"take a checkpoint for text generation; if this is one, write [{ARCHITECTURE!r}]",
+    ),
     "hidden_act": only("silu", "the experts' clamped SwiGLU is built on it"),
     "attention_bias": only(True, "all four attention projections of gpt-oss have biases"),
     "tie_word_embeddings": only(False, "gpt-oss has an lm_head of its own"),
@@ -188,31 +197,70 @@ def check_all(values: Any, prefix: str = "") -> None:
             rule.check(name, getattr(values, field))
 
 
+_ALIASES = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
+
+
+def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json in the one spelling that each release of transformers and vLLM reads; wrong values stay."""
+    made = dict(values)
+    if made.get("architectures") in _ARCHITECTURES:
+        made["architectures"] = [ARCHITECTURE]
+    for name in ("torch_dtype", "dtype"):
+        if isinstance(made.get(name), str):
+            made[name] = made[name].removeprefix("torch.")
+    for name in ("quantization_config", "layer_types"):
+        if made.get(name, MISSING) is None:
+            del made[name]
+    for alias, name in _ALIASES.items():
+        if alias in made:
+            made.setdefault(name, made[alias])
+    if "experts_per_token" in made:  # neither transformers nor vLLM reads it
+        made["experts_per_token"] = made["num_experts_per_tok"]
+    for name in ROPE_SECTIONS:
+        section = made.get(name)
+        if isinstance(section, Mapping) and _is_default_factor(section.get("attention_factor"), section.get("factor")):
+            made[name] = {key: value for key, value in section.items() if key != "attention_factor"}
+    return made
+
+
+def _is_default_factor(attention_factor: object, factor: object) -> bool:
+    numbers = is_number(attention_factor) and is_number(factor) and factor >= 1
+    return numbers and math.isclose(attention_factor, 0.1 * math.log(factor) + 1, rel_tol=1e-6)
+
+
+def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with a user's fields. A new rope section replaces the old one, whose rope_theta stays."""
+    made = dict(values)
+    for name in ROPE_SECTIONS if overrides.keys() & set(ROPE_SECTIONS) else ():
+        section = made.pop(name, None)
+        if isinstance(section, Mapping) and "rope_theta" in section:
+            made["rope_theta"] = section["rope_theta"]
+    return made | dict(overrides)
+
+
 def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Returns the fields of `names` that a config.json holds, unchecked, in the spelling of `GptOssConfig`.
 
-    Always there: `quantization`, `dtype`, `rope_theta`, `rope_scaling` (a dict), `eos_token_id` and
-    `other_eos_token_ids`. Raises ConfigError for every other field that is wrong or not understood.
+    `rope_scaling` is a dict. Raises ConfigError for every other field that is wrong or not understood.
     """
     if not isinstance(values, Mapping):
         refuse("config.json", "expected a JSON object", values)
-    rest = dict(values)
+    rest = normalized(values)
     _check_model_type(rest.pop("model_type", MISSING), rest)
     found: dict[str, Any] = {"quantization": None}
     if (section := rest.pop("quantization_config", None)) is not None:
         _checked_section("quantization_config", section, required=("quant_method",))
         found["quantization"] = MXFP4
     dtypes = {name: rest.pop(name, None) for name in ("torch_dtype", "dtype")}
-    dtypes = {n: v.removeprefix("torch.") if isinstance(v, str) else v for n, v in dtypes.items() if v is not None}
+    dtypes = {name: value for name, value in dtypes.items() if value is not None}
     for name, value in dtypes.items():
         DTYPE.check(name, value)
     found["dtype"] = _agreed(dtypes) if dtypes else None
-    found["rope_theta"], found["rope_scaling"] = _read_rope(rest)
+    found |= _read_rope(rest)
     found["eos_token_id"], found["other_eos_token_ids"] = _read_eos(rest.pop("eos_token_id", None))
-    for alias, name in (("experts_per_token", "num_experts_per_tok"), ("num_experts", "num_local_experts")):
+    for alias, name in _ALIASES.items():
         if alias in rest:
-            value = rest.pop(alias)
-            _agreed({name: rest.setdefault(name, value), alias: value})
+            _agreed({name: rest[name], alias: rest.pop(alias)})
     found |= {name: rest.pop(name) for name in names if name in rest and name not in found}
     for name in sorted(rest.keys() - _BOOKKEEPING, key=str):
         if name in _CHECKED:
@@ -246,15 +294,14 @@ def _checked_section(where: str, section: object, required: Collection[str], rul
     return dict(section)
 
 
-def _read_rope(rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns rope_theta and YaRN's numbers, from `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
-    sections = {name: rest.pop(name, None) for name in ("rope_scaling", "rope_parameters")}
-    sections = {name: section for name, section in sections.items() if section is not None}
-    if not sections:
-        refuse("rope_scaling", "expected a JSON object with YaRN's numbers", MISSING)
+def _read_rope(rest: dict[str, Any]) -> dict[str, Any]:
+    """Returns `rope_theta`, if it is there, and YaRN's numbers as `rope_scaling`; transformers 5 has both in
+    `rope_parameters`."""
     thetas = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
     scalings = {}
-    for where, section in sections.items():
+    for where in ROPE_SECTIONS:
+        if (section := rest.pop(where, None)) is None:
+            continue
         if isinstance(section, Mapping):
             section = dict(section)
             if "rope_theta" in section:
@@ -266,12 +313,14 @@ def _read_rope(rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         required = ("rope_type", "factor", "original_max_position_embeddings")
         yarn = _checked_section(where, section, required, rules_of="rope_scaling")
         scalings[where] = {name: value for name, value in yarn.items() if f"rope_scaling.{name}" in OF_THE_MODEL}
-    OF_THE_MODEL["rope_theta"].check("rope_theta", next(iter(thetas.values()), MISSING))
-    theta, scaling = _agreed(thetas), _agreed(scalings)
-    trained = scaling["original_max_position_embeddings"]
+    for name, theta in thetas.items():
+        OF_THE_MODEL["rope_theta"].check(name, theta)
+    agreed = {"rope_theta": thetas, "rope_scaling": scalings}
+    found = {name: _agreed(values) for name, values in agreed.items() if values}
+    trained = found.get("rope_scaling", PUBLISHED_YARN)["original_max_position_embeddings"]
     context = rest.pop("initial_context_length", trained)
     _agreed({"rope_scaling.original_max_position_embeddings": trained, "initial_context_length": context})
-    return theta, scaling
+    return found
 
 
 def _read_eos(value: object) -> tuple[Any, tuple[Any, ...]]:
@@ -300,10 +349,14 @@ def _check_unknown(name: str, value: object) -> None:
     if known or not isinstance(value, (str, int, float, bool, type(None))):
         why, remedy = _UNKNOWN.get(name, _NO_FIELD)
         refuse(short(name, 100), why, value, remedy)
-    if name not in _warned:
-        _warned.add(name)
-        logger.warning(
-            "config.json: nothing reads the field %s = %s. It is no part of gpt-oss and is passed over.",
-            short(name, 100),
-            quoted(value),
-        )
+    warn_once(
+        name,
+        f"nothing reads the field {short(name, 100)} = {quoted(value)}. It is no part of gpt-oss and is passed over.",
+    )
+
+
+def warn_once(field: str, said: str) -> None:
+    """Logs a sentence about a field once in a process."""
+    if field not in _warned:
+        _warned.add(field)
+        logger.warning("config.json: %s", said)

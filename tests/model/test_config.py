@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from npu_gptoss.errors import Refusal
-from npu_gptoss.model.config import ConfigError, GptOssConfig, YarnScaling
+from npu_gptoss.model import config_fields
+from npu_gptoss.model.config import _ALWAYS_WRITTEN, ConfigError, GptOssConfig, YarnScaling
 from npu_gptoss.model.config_fields import _NO_FIELD, _UNKNOWN, RULES
 from tests.model.published import gpt_oss_20b, published_config
 from tests.refused import refused
@@ -147,12 +148,19 @@ def test_list_of_end_tokens_is_kept_whole() -> None:
         ("_name_or_path", "somewhere"),
         ("temperature", 0.3),
         ("experts_per_token", ABSENT),
+        ("experts_per_token", 2),  # neither transformers nor vLLM reads it
+        ("num_experts_per_tok", ABSENT),  # its other name says the same
         ("initial_context_length", ABSENT),
         ("hidden_act", ABSENT),
         ("attention_bias", ABSENT),
         ("tie_word_embeddings", ABSENT),
         ("architectures", None),
+        ("architectures", ABSENT),
+        ("architectures", ["FSDPGptOssForCausalLM"]),
+        ("torch_dtype", None),
+        ("layer_types", None),
         ("rope_scaling.attention_factor", None),
+        ("rope_scaling.attention_factor", 0.1 * math.log(32) + 1),
         ("rope_scaling.type", "yarn"),
         ("rope_parameters", None),
         ("quantization_config.modules_to_not_convert", ABSENT),
@@ -164,20 +172,28 @@ def test_fields_without_effect_leave_the_model_alone(field: str, value: Any) -> 
 
 
 ROPE, QUANTIZATION = "rope_scaling.", "quantization_config."
-REQUIRED = [
-    *(f.name for f in dataclasses.fields(GptOssConfig) if f.default is dataclasses.MISSING),
-    *("model_type", ROPE + "factor", ROPE + "original_max_position_embeddings", ROPE + "rope_type"),
-    QUANTIZATION + "quant_method",
-]
+REQUIRED = ("model_type", ROPE + "factor", ROPE + "original_max_position_embeddings", ROPE + "rope_type")
 
 
-@pytest.mark.parametrize("field", REQUIRED)
+@pytest.mark.parametrize("field", [*REQUIRED, QUANTIZATION + "quant_method"])
 def test_missing_field_is_named(field: str) -> None:
-    changes = {field: ABSENT}
-    if field == "num_experts_per_tok":
-        changes["experts_per_token"] = ABSENT  # its second spelling
-    found = refusal(changes)
+    found = refusal({field: ABSENT})
     assert (found.option, found.got) == (field, None)
+
+
+@pytest.mark.parametrize("field", _ALWAYS_WRITTEN)
+def test_missing_number_is_that_of_transformers(field: str, caplog, monkeypatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(config_fields, "_warned", set())
+    values = changed(dict.fromkeys((field, "layer_types", "experts_per_token"), ABSENT))
+    hub = transformers.GptOssConfig.from_dict(copy.deepcopy(values))
+    config = GptOssConfig.from_dict(values)
+    found, want = getattr(config, field), getattr(hub, field)
+    if field == "rope_scaling":
+        found = dataclasses.asdict(found)
+        want = {name: value for name, value in want.items() if name in found}
+    assert (list(found) if field == "layer_types" else found) == want
+    assert field in caplog.text
 
 
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -233,7 +249,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "architectures": (["LlamaForCausalLM"], ["GptOssForCausalLM", "LlamaForCausalLM"]),
     # contradictions
     "initial_context_length": (8192,),
-    "experts_per_token": (2,),
     "num_experts": (128,),
     # unknown
     "num_nextn_predict_layers": (1,),
