@@ -13,7 +13,7 @@ from typing import Any
 from npu_gptoss.errors import InputError
 from npu_gptoss.files import MIB, MOST_BYTES, CheckpointError, is_directory, is_there, read_json
 from npu_gptoss.model.checkpoint import check_checkpoint
-from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig
+from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig, as_stored
 from npu_gptoss.model.config_fields import overridden
 from npu_gptoss.model.generation import stop_token_ids
 from npu_gptoss.tokenizer import FILE_NAME as TOKENIZER_NAME
@@ -21,8 +21,11 @@ from npu_gptoss.tokenizer import check_vocabulary, load_tokenizer
 
 # What some library opens by itself where it finds it
 _OPENED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
-_READ_WHOLE = (".json", ".jinja", ".txt")
-_MOST_OF_OTHERS = 100 * MIB
+_OF_LIBRARIES = """
+    adapter_config.json added_tokens.json chat_template.json hf_quant_config.json merges.txt modules.json params.json
+    preprocessor_config.json processor_config.json special_tokens_map.json vocab.json
+"""
+_MOST_BYTES = dict.fromkeys(_OF_LIBRARIES.split(), 100 * MIB) | MOST_BYTES
 _MOST_FILES = 10_000
 _OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -36,7 +39,7 @@ def check_directory(
     Returns the configuration. Raises InputError with one sentence.
     """
     if overrides:
-        values = read_json(directory / CONFIG_NAME, ConfigError)
+        values = as_stored(read_json(directory / CONFIG_NAME, ConfigError), directory)
         config = GptOssConfig.from_dict(overridden(values, overrides) if isinstance(values, dict) else values)
     else:
         config = GptOssConfig.from_directory(directory)
@@ -63,8 +66,8 @@ def check_files(directory: Path) -> None:
             )
         if path.suffix not in _OPENED:
             continue
-        most = MOST_BYTES.get(path.name, _MOST_OF_OTHERS)
-        if is_there(path) and path.suffix in _READ_WHOLE and path.stat().st_size > most:
+        most = _MOST_BYTES.get(path.name)
+        if is_there(path) and most is not None and path.stat().st_size > most:
             raise CheckpointError(
                 f"{path}: expected at most {most // MIB} MiB, got more. Download it again.", field=path.name
             )

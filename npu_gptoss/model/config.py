@@ -30,6 +30,7 @@ from npu_gptoss.model.config_fields import (
     warn_once,
 )
 from npu_gptoss.model.foreign import refuse_foreign
+from npu_gptoss.model.safetensors_reader import stored_names
 
 CONFIG_NAME = "config.json"
 TENSOR_PARALLEL = "--tensor-parallel-size"
@@ -175,7 +176,7 @@ class GptOssConfig:
             _refuse_directory(directory, f"the directory has no {CONFIG_NAME}")
         values = read_json(file, ConfigError)
         try:
-            return cls.from_dict(values)
+            return cls.from_dict(as_stored(values, directory))
         except ConfigError as error:
             refuse_foreign(directory, values=values, files=False, field=error.field, error=ConfigError)
             raise error.at(file) from None
@@ -235,6 +236,20 @@ def published_config(layers: int = 24, *, truncate: bool = False, mxfp4: bool = 
         quantization=MXFP4 if mxfp4 else None,
         **{_SHORT.get(name, name): value for name, value in {"experts": 32, "dtype": "bfloat16", **sizes}.items()},
     )
+
+
+def as_stored(values: Any, directory: Path) -> Any:
+    """The content of a config.json, without a quantization_config of MXFP4 where the experts are stored in BF16.
+
+    Fine-tuning keeps the base's config.json. transformers 5 reads such experts as BF16.
+    """
+    section = values.get("quantization_config") if isinstance(values, Mapping) else None
+    if not isinstance(section, Mapping) or section.get("quant_method") != MXFP4:
+        return values
+    if not any(name.endswith(".mlp.experts.gate_up_proj") for name in stored_names(directory)):
+        return values
+    warn_once("quantization_config", "quantization_config is passed over, because the experts are not quantized")
+    return {name: value for name, value in values.items() if name != "quantization_config"}
 
 
 def units_around(rank: int, width: int, unit: int = MXFP4_GROUP) -> tuple[int, int]:

@@ -111,7 +111,6 @@ def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> N
     names = list(names)
     packed = next((name for name in names if PACKED.fullmatch(name)), None)
     plain = next((name for name in names if _PLAIN.fullmatch(name)), None)
-    remedy = "Take the config.json that belongs to these files."
     if packed and plain:
         raise CheckpointError(
             f"{where}: expected experts in one layout, got {packed} (MXFP4) and {plain} (BF16). "
@@ -120,14 +119,14 @@ def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> N
         )
     if config.quantization and plain:
         raise CheckpointError(
-            f"{where}: config.json says that the experts are MXFP4, got {plain}, the BF16 layout. {remedy} "
-            "It has no quantization_config.",
+            f"{where}: config.json says that the experts are MXFP4, got {plain}, the BF16 layout. "
+            "Remove quantization_config from it.",
             field="quantization_config",
         )
     if packed and not config.quantization:
         raise CheckpointError(
             f"{where}: config.json has no quantization_config, so the experts should be in the BF16 layout, "
-            f"got {packed} (MXFP4). {remedy}",
+            f"got {packed} (MXFP4). Take the config.json that belongs to these files.",
             field="quantization_config",
         )
 

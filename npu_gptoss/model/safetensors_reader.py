@@ -41,6 +41,7 @@ _DTYPES = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,  # scales of MXFP4: the same bytes
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -89,6 +90,15 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
             field=str(directory),
         )
     return read_header(single)
+
+
+def stored_names(directory: Path) -> list[str]:
+    """Returns the names of a checkpoint's tensors, unchecked; none where they cannot be read."""
+    try:
+        index = directory / INDEX_NAME
+        return list(_read_index(index) if is_there(index) else read_header(directory / SINGLE_NAME))
+    except CheckpointError:
+        return []
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -76,8 +76,9 @@ def readable(
     weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Passes on the tensors of vLLM's loader, and names the unreadable file, which the loader does not."""
+    scales = getattr(torch, "float8_e8m0fnu", None)  # MXFP4's, which are bytes in the official files
     try:
-        yield from weights
+        yield from ((name, tensor.view(torch.uint8) if tensor.dtype == scales else tensor) for name, tensor in weights)
     except SafetensorError as error:
         if Path(where).is_dir():
             check_checkpoint(where, config)

@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.npu_gptoss")  # so that vLLM's handlers and --l
 # If two repairs replace one name, the later repair calls the earlier.
 FILES = (
     "start.checkpoint",
-    "start.tokenizer",
+    "start.small_files",
     "start.inspection",
     "start.window",
     "start.cpu",

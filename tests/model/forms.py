@@ -1,0 +1,410 @@
+"""Forms of checkpoints that people have, made small: what tools publish, train and convert. docs/files.md lists them.
+
+Each form changes a good checkpoint in the way of its tool. It is served with the numbers of that checkpoint, or it is
+refused in one sentence whose remedy is true.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from tests.model.corrupt import VOCABULARY, write_pristine
+
+Make = Callable[[Path], object]
+Tensors = dict[str, torch.Tensor]
+ABSENT = object()
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LAYER = "model.layers.0."
+EXPERTS = LAYER + "mlp.experts."
+CONVERT, MERGE = "`npu-gptoss convert MODEL OUT`", "`npu-gptoss convert BASE OUT --lora MODEL`"
+ANOTHER = "take the checkpoint it was made from"
+
+
+@dataclass(frozen=True)
+class Form:
+    """name, by: the page's words for the files and for the tools that write them. make: changes a copy of `base`.
+
+    do: the page's remedy for a form that is refused. field: that the refusal names; by default the folder. base: its
+    numbers are the form's, unless `oracle`: then transformers computes them from the form itself.
+    """
+
+    name: str
+    by: str
+    make: Make
+    do: str = ""
+    base: str = "bf16-single"
+    field: str | None = None
+    oracle: bool = False
+
+    @property
+    def served(self) -> bool:
+        return not self.do
+
+    def written(self, folder: Path, pristine: Path) -> Path:
+        """The form in a new folder; pristine: has the good checkpoints."""
+        shutil.copytree(pristine / self.base, folder)
+        self.make(folder)
+        return folder
+
+
+def write_bases(folder: Path) -> Path:
+    for base in ("bf16-single", "bf16-shards", "mxfp4-single", "mxfp4-shards"):
+        (folder / base).mkdir(parents=True)
+        write_pristine(folder / base, base)
+    return folder
+
+
+def _all(*makes: Make) -> Make:
+    return lambda folder: [make(folder) for make in makes]
+
+
+def _json(file: str, **fields: Any) -> Make:
+    """Sets fields of a JSON file, or removes them (ABSENT)."""
+
+    def make(folder: Path) -> None:
+        path = folder / file
+        values = (json.loads(path.read_text()) if path.exists() else {}) | fields
+        path.write_text(json.dumps({name: value for name, value in values.items() if value is not ABSENT}))
+
+    return make
+
+
+def _config(**fields: Any) -> Make:
+    return _json("config.json", **fields)
+
+
+def _rope(**fields: Any) -> Make:
+    def make(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        _config(rope_scaling=values["rope_scaling"] | fields)(folder)
+
+    return make
+
+
+def _as_transformers_5(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    rope = values["rope_scaling"] | {"rope_theta": values["rope_theta"]}
+    _config(rope_parameters=rope, dtype=values["torch_dtype"], swiglu_alpha=1.702, experts_implementation=None)(folder)
+    _config(**dict.fromkeys(("rope_scaling", "rope_theta", "torch_dtype", "experts_implementation"), ABSENT))(folder)
+
+
+def _tensors(change: Callable[[Tensors], Tensors]) -> Make:
+    def make(folder: Path) -> None:
+        tensors = {name: tensor.contiguous() for name, tensor in change(load_file(folder / SINGLE)).items()}
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+    return make
+
+
+def _renamed(change: Callable[[str], str]) -> Make:
+    return _tensors(lambda tensors: {change(name): tensor for name, tensor in tensors.items()})
+
+
+def _split_experts(gate_up: str, down: str) -> Make:
+    """Experts as modules of their own, by names with the expert's number."""
+
+    def split(tensors: Tensors) -> Tensors:
+        made = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+        for name in tensors.keys() - made.keys():
+            stem, _, matrix = name.rpartition(".")
+            for number, expert in enumerate(tensors[name]):
+                module = (gate_up if matrix.startswith("gate_up") else down).format(number)
+                made[f"{stem}.{module}.{'bias' if matrix.endswith('bias') else 'weight'}"] = expert.T.clone()
+        return made
+
+    return _tensors(split)
+
+
+def _files(*names: str, size: int = 20) -> Make:
+    def make(folder: Path) -> None:
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(b"{}" if size < 100 and name.endswith(".json") else b"x")
+            os.truncate(folder / name, 2 if name.endswith(".json") and size < 100 else size)
+
+    return make
+
+
+def _instead(*names: str) -> Make:
+    """Other files in place of the weights."""
+
+    def make(folder: Path) -> None:
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        _files(*names)(folder)
+
+    return make
+
+
+def _method(name: str, **fields: Any) -> Make:
+    return _config(quantization_config={"quant_method": name, **fields})
+
+
+def _tokenizer(change: Callable[[Tokenizer], object]) -> Make:
+    def make(folder: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        change(tokenizer)
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    return make
+
+
+def _links(folder: Path) -> None:
+    """As the hub's cache: a folder of links into another one."""
+    blobs = folder.with_name("blobs")
+    blobs.mkdir()
+    for file in list(folder.iterdir()):
+        file.rename(blobs / file.name)
+        file.symlink_to(blobs / file.name)
+
+
+def _from_zero(folder: Path) -> None:
+    """Counts shards from 0, with one less than their number in the name, as the published 120b."""
+    index = json.loads((folder / INDEX).read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    new = {old: f"model-{i:05}-of-{len(shards) - 1:05}.safetensors" for i, old in enumerate(shards)}
+    for old in shards:
+        (folder / old).rename(folder / f"new-{new[old]}")
+    for name in new.values():
+        (folder / f"new-{name}").rename(folder / name)
+    index["weight_map"] = {name: new[file] for name, file in index["weight_map"].items()}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _pruned(experts: int) -> Make:
+    cut = _tensors(lambda all_: {n: t[:experts] if ".router." in n or ".experts." in n else t for n, t in all_.items()})
+    return _all(cut, _config(num_local_experts=experts, num_experts_per_tok=min(experts, 4), output_scores=False))
+
+
+def _grown(tensors: Tensors) -> Tensors:
+    more = torch.nn.functional.pad
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    return tensors | {name: more(tensors[name], (0, 0, 0, 8)) for name in names}
+
+
+def _floats(test: Callable[[str], bool], dtype: torch.dtype) -> Make:
+    return _tensors(lambda tensors: {name: t.to(dtype) if test(name) else t for name, t in tensors.items()})
+
+
+def _as_bytes(folder: Path) -> None:
+    """The dtype that some exporters write for MXFP4's scales; written into the header, as any torch may run this."""
+    content = (folder / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, entry in header.items():
+        if name.endswith("_scales"):
+            entry["dtype"] = "F8_E8M0"
+    text = json.dumps(header).encode()
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+TOKENIZER_5 = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["w7"], "unk_token": "w100"}
+SHARDS, PACKED = "bf16-shards", "mxfp4-single"
+METHOD = "quantization_config.quant_method"
+_left = dict.fromkeys(("experts_per_token", "layer_types", "sliding_window", "rope_theta", "hidden_act"), ABSENT)
+
+FORMS = (
+    # published
+    Form(
+        "`openai/gpt-oss-20b`: MXFP4, `original/`, `metal/`",
+        "OpenAI",
+        _files("original/model.safetensors", "original/config.json", "metal/model.bin", "LICENSE", ".cache/x.lock"),
+        base="mxfp4-shards",
+    ),
+    Form("`openai/gpt-oss-120b`: shards counted from 0", "OpenAI", _from_zero, base="mxfp4-shards"),
+    Form("a folder of links", "the hub's cache", _links, base=SHARDS),
+    Form("MXFP4 experts, `unsloth_fixed`", "unsloth", _config(unsloth_fixed=True, pad_token_id=255), base=PACKED),
+    Form("MXFP4 scales as `F8_E8M0`", "exporters, vLLM", _as_bytes, base=PACKED),
+    Form("BF16 of a fine-tune", "unsloth, heretic, abliterated", _config(unsloth_version="2026.9"), base=SHARDS),
+    # saved by trainers
+    Form("config of transformers 5: `rope_parameters`", "transformers 5", _as_transformers_5),
+    Form("float32 weights", "trainers", _all(_floats(lambda _: True, torch.float32), _config(torch_dtype="float32"))),
+    Form(
+        "norms, router and head in float32",
+        "trainers",
+        _floats(lambda name: any(part in name for part in ("norm", "router", "lm_head")), torch.float32),
+    ),
+    Form("BF16 under `quantization_config` MXFP4", "LlamaFactory, axolotl", _config(quantization_config=MXFP4)),
+    Form(
+        "the same in shards, with `dequantize`",
+        "transformers",
+        _config(quantization_config=MXFP4 | {"dequantize": True}),
+        base=SHARDS,
+    ),
+    Form("`quantization_config: null`", "trainers", _config(quantization_config=None)),
+    Form("`FSDPGptOssForCausalLM`", "axolotl, accelerate", _config(architectures=["FSDPGptOssForCausalLM"])),
+    Form("no `architectures`", "mergers", _config(architectures=ABSENT)),
+    Form('`"torch.bfloat16"` spelled out', "scripts", _config(torch_dtype="torch.bfloat16", dtype="torch.bfloat16")),
+    Form("fields left out that have a default", "scripts", _config(**_left), oracle=True),
+    Form("`attention_factor` that says the default", "scripts", _rope(attention_factor=0.1 * math.log(32) + 1)),
+    Form(
+        "`num_experts_per_tok` changed alone",
+        "scripts",
+        _config(num_experts_per_tok=2, experts_per_token=4),
+        oracle=True,
+    ),
+    Form("a longer context", "scripts", _all(_rope(factor=64.0), _config(max_position_embeddings=262144)), oracle=True),
+    Form("pruned experts", "REAP, AmanPriyanshu", _pruned(3), oracle=True),
+    Form("a grown vocabulary", "unsloth, axolotl", _all(_tensors(_grown), _config(vocab_size=VOCABULARY + 8))),
+    Form(
+        "a trainer's folder: optimizer, states, `runs/`",
+        "TRL, DeepSpeed, NeMo, ms-swift",
+        _files(
+            "optimizer.pt", "training_args.bin", "rng_state_0.pth", "runs/events.1", "args.json", "nemo_version.txt"
+        ),
+    ),
+    Form("notes of more than 100 MiB", "TRL", _files("trainer_state.json", "train.txt", size=101 << 20)),
+    Form(
+        "merged shards with the adapter beside them", "LlamaFactory", _files("adapter_model.safetensors"), base=SHARDS
+    ),
+    # generation and tokenizer
+    Form("`eos_token_id` null", "scripts", _json("generation_config.json", eos_token_id=None, top_k=0)),
+    Form("no generation_config.json", "mergers", lambda folder: (folder / "generation_config.json").unlink()),
+    Form("tokenizer of transformers 5", "transformers 5", _json("tokenizer_config.json", **TOKENIZER_5)),
+    Form("padding left in tokenizer.json", "TRL", _tokenizer(lambda t: t.enable_padding(length=64))),
+    Form("truncation left in tokenizer.json", "unsloth", _tokenizer(lambda t: t.enable_truncation(2))),
+    Form(
+        "no tokenizer.json",
+        "split folders",
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "get it from the base, or give `--tokenizer`",
+        field="tokenizer.json",
+    ),
+    Form(
+        "another model's config.json",
+        "trainers",
+        _config(architectures=["GptOssForSequenceClassification"]),
+        "take a checkpoint for text generation",
+        field="architectures",
+    ),
+    Form(
+        "fields that change the model", "scripts", _config(lora_rank=8), "remove them if they do not", field="lora_rank"
+    ),
+    Form(
+        "stale `layer_types`", "mergekit", _config(num_hidden_layers=1), "correct one of the two", field="layer_types"
+    ),
+    # converted
+    Form(
+        "half precision", "scripts", _floats(lambda _: True, torch.float16), CONVERT, field="model.embed_tokens.weight"
+    ),
+    Form(
+        "experts as modules",
+        "unsloth",
+        _split_experts("gate_up_projs.{}", "down_projs.{}"),
+        CONVERT,
+    ),
+    Form(
+        "experts as modules, linear",
+        "llm-compressor",
+        _split_experts("experts.{}.gate_proj", "experts.{}.down_proj"),
+        CONVERT,
+    ),
+    Form("names with `_orig_mod.`", "torch.compile", _renamed(lambda name: f"_orig_mod.{name}"), CONVERT),
+    Form("names with `base_model.model.`", "peft", _renamed(lambda name: f"base_model.model.{name}"), CONVERT),
+    Form(
+        "saved without merging",
+        "peft",
+        _renamed(lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight")),
+        CONVERT,
+    ),
+    Form("FP8 with block scales", "DeepSeek-like", _method("fp8", weight_block_size=[128, 128]), CONVERT, field=METHOD),
+    Form(
+        "FP8 of compressed-tensors",
+        "llm-compressor",
+        _method("compressed-tensors", format="float-quantized"),
+        CONVERT,
+        field=METHOD,
+    ),
+    Form(
+        "an adapter with the base's config.json",
+        "axolotl",
+        _instead("adapter_config.json", "adapter_model.safetensors"),
+        MERGE,
+    ),
+    Form(
+        "an adapter",
+        "peft, unsloth",
+        _all(
+            _instead("adapter_config.json", "adapter_model.safetensors"),
+            lambda folder: (folder / "config.json").unlink(),
+        ),
+        MERGE,
+    ),
+    Form(
+        "a merge without experts: `gate_up_proj$`",
+        "transformers 5, peft",
+        _renamed(lambda name: name.replace("layers.1.mlp.experts.gate_up_proj", "gate_up_proj$")),
+        "merge again: `npu-gptoss convert BASE OUT --lora ADAPTER`",
+    ),
+    # refused
+    Form(
+        "MODEL is `original/`",
+        "OpenAI",
+        _config(model_type=ABSENT, rope_scaling_factor=32.0),
+        "give the folder above, or " + CONVERT,
+        field="model_type",
+    ),
+    Form("MODEL is `metal/`", "OpenAI", _instead("model.bin"), "take the folder above"),
+    Form("x.gguf", "llama.cpp", _instead("gpt-oss-20b-Q4_K_M.gguf"), "take the safetensors"),
+    Form("W8A8, W4A8", "ModelSlim", _instead("quant_model_weight_w8a8_dynamic.safetensors"), ANOTHER),
+    Form(
+        "a file of each rank",
+        "vLLM save_sharded_state",
+        _instead("model-rank-0-part-0.safetensors"),
+        "save it with transformers",
+    ),
+    Form("ONNX", "optimum", _instead("model.onnx"), ANOTHER),
+    Form("OpenVINO", "optimum", _instead("openvino_model.bin"), ANOTHER),
+    Form("a pickle", "old scripts", _instead("pytorch_model.bin"), "convert it where you trust it"),
+    Form(
+        "shards without their index",
+        "downloads",
+        lambda folder: (folder / INDEX).unlink(),
+        "get the index too",
+        base=SHARDS,
+    ),
+    Form(
+        "an index of other shards",
+        "downloads",
+        lambda folder: next(folder.glob("model-00002*")).unlink(),
+        "download what is missing",
+        base=SHARDS,
+        field=INDEX,
+    ),
+    *(
+        Form(name, by, _method(method, **fields), ANOTHER, field=METHOD)
+        for name, by, method, fields in (
+            ("NVFP4, FP8", "NVIDIA ModelOpt", "modelopt", {}),
+            ("NVFP4", "llm-compressor", "compressed-tensors", {"format": "nvfp4-pack-quantized"}),
+            ("four bits", "llm-compressor", "compressed-tensors", {"format": "pack-quantized"}),
+            ("AWQ", "AutoAWQ", "awq", {}),
+            ("GPTQ", "GPTQModel", "gptq", {}),
+            ("bitsandbytes", "unsloth-bnb-4bit", "bitsandbytes", {}),
+            ("auto-round", "Intel", "auto-round", {}),
+            ("torchao", "PyTorch", "torchao", {}),
+            ("HQQ", "HQQ", "hqq", {}),
+            ("Quark", "AMD", "quark", {}),
+        )
+    ),
+    Form(
+        "MLX", "mlx-lm, LM Studio", _config(quantization={"group_size": 32, "bits": 4}), ANOTHER, field="quantization"
+    ),
+)
+
+
+def table() -> str:
+    """The page's table: a row for each form."""
+    lines = ["| files | written by | result |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {form.name} | {form.by} | {form.do or 'served'} |" for form in FORMS)])
