@@ -30,7 +30,6 @@ from npu_gptoss.model.config_fields import (
     warn_once,
 )
 from npu_gptoss.model.foreign import refuse_foreign
-from npu_gptoss.model.safetensors_reader import stored_names
 
 CONFIG_NAME = "config.json"
 TENSOR_PARALLEL = "--tensor-parallel-size"
@@ -246,6 +245,8 @@ def as_stored(values: Any, directory: Path) -> Any:
     section = values.get("quantization_config") if isinstance(values, Mapping) else None
     if not isinstance(section, Mapping) or section.get("quant_method") != MXFP4:
         return values
+    from npu_gptoss.model.safetensors_reader import stored_names  # not at the top: it imports torch
+
     if not any(name.endswith(".mlp.experts.gate_up_proj") for name in stored_names(directory)):
         return values
     warn_once("quantization_config", "quantization_config is passed over, because the experts are not quantized")

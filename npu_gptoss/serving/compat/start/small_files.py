@@ -19,7 +19,7 @@ from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_so
     "config-spellings",
     "transformers.configuration_utils:PretrainedConfig.get_config_dict",
     releases=("0.11", "0.23", "0.33"),
-    until="transformers reads null sections, `torch.bfloat16` and FSDP's class of gpt-oss",
+    until="vLLM reads null sections, `torch.bfloat16` and FSDP's class in config.json",
 )
 def install_config(module: ModuleType) -> None:
     """A config.json that training wrote in another spelling ends the start with a traceback, or is read as MXFP4 over

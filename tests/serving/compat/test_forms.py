@@ -1,0 +1,57 @@
+"""vLLM reads each form of a checkpoint as the offline engine does, on each release, and refuses what that refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.check import check_directory
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.serving.compat.start import checkpoint
+from npu_gptoss.serving.releases import here
+from npu_gptoss.serving.releases.vllm import as_written, load_tokenizer
+from tests.model.forms import FORMS, Form, write_bases
+from tests.serving.compat.of_release import OLD
+
+pytestmark = pytest.mark.serving
+TEXT = "alpha w7 beta"
+REPAIRS = ("config-spellings", "tokenizer-class") if OLD else ("config-spellings",)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 has no device here."""
+    if current_platform.device_type not in here().devices:
+        monkeypatch.setattr(type(current_platform), "device_type", here().devices[0])
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.served], ids=lambda form: form.name)
+def test_form_is_not_read_differently_by_vllm(form: Form, bases: Path, tmp_path: Path, patched) -> None:
+    folder = form.written(tmp_path / "model", bases)
+    with patched(*REPAIRS):
+        model = EngineArgs(model=str(folder), max_model_len=256).create_model_config()
+        tokenizer = load_tokenizer(model)
+    assert model.architectures == ["GptOssForCausalLM"]
+    assert GptOssConfig.from_dict(as_written(model.hf_config.to_dict())) == check_directory(folder)
+    assert tokenizer.encode(TEXT) == [0, 7, 1]
+    assert tokenizer.decode([0, 1]) == "alpha beta"
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.served], ids=lambda form: form.name)
+def test_form_is_not_refused_differently_by_vllm(form: Form, bases: Path, tmp_path: Path) -> None:
+    folder = form.written(tmp_path / "model", bases)
+    with pytest.raises(InputError) as caught:
+        checkpoint.check(EngineArgs(model=str(folder), max_model_len=256))
+    assert caught.value.field == (form.field or str(folder))
