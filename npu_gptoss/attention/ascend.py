@@ -185,20 +185,11 @@ def paged_attention(
             rows, blocks = torch.cat([rows, rows[:1], rows[:1]]), torch.cat([blocks, blocks[:1]])
             query_ends, seq_lens = [*query_ends, query_ends[-1] + 2], [*seq_lens, 2]
             target = torch.empty_like(rows)
-        torch_npu.npu_fused_infer_attention_score_v2.out(
-            **call_arguments(
-                rows,
-                key_cache,
-                value_cache,
-                query_ends=query_ends,
-                seq_lens=seq_lens,
-                block_table=blocks,
-                sinks=sinks,
-                scale=scale,
-                sliding_window=sliding_window,
-            ),
-            out=[target, lse],
-        )
+        arguments = call_arguments(
+            rows, key_cache, value_cache, query_ends=query_ends, seq_lens=seq_lens, block_table=blocks, sinks=sinks,
+            scale=scale, sliding_window=sliding_window,
+        )  # fmt: skip
+        torch_npu.npu_fused_infer_attention_score_v2.out(**arguments, out=[target, lse])
         if target is not written:
             written.copy_(target[:-2])
 

@@ -131,18 +131,9 @@ def qkv(
         QKV, kernel, residual.shape[0], lambda rows: qkv_call(rows, weight.dtype, weight, key_cache.dtype, head_dim)
     )
     return run(
-        residual=residual,
-        delta=delta,
-        norm_weight=norm_weight,
-        eps=eps,
-        weight=weight,
-        bias=bias,
-        cos_sin=cos_sin,
-        positions=positions,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        metadata=metadata,
-    )
+        residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, weight=weight, bias=bias, cos_sin=cos_sin,
+        positions=positions, key_cache=key_cache, value_cache=value_cache, metadata=metadata,
+    )  # fmt: skip
 
 
 def output(
@@ -194,15 +185,9 @@ def router(
         raise InputError(f"live must be [{residual.shape[0]}], got {list(live.shape)}", field="live")
     run = chosen(ROUTER, kernel, residual.shape[0], lambda rows: router_call(rows, weight.dtype, weight))
     return run(
-        residual=residual,
-        delta=delta,
-        norm_weight=norm_weight,
-        eps=eps,
-        weight=weight,
-        bias=bias,
-        top_k=top_k,
+        residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, weight=weight, bias=bias, top_k=top_k,
         live=live,
-    )
+    )  # fmt: skip
 
 
 def add_norm(

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +28,14 @@ from npu_gptoss.model.assembly import WEIGHTS
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 SECONDS_BETWEEN_REPORTS = 2.0
+ENGINE_OPTIONS = (
+    "dtype",
+    "max_batch_tokens",
+    "block_size",
+    "num_blocks",
+    "graphs",
+    "weights",
+)  # of the same name there
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,15 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        logprobs=args.logprobs,
-        ignore_eos=args.ignore_eos,
-    )
+    options = vars(args)
+    params = SamplingParams(**{f.name: options[f.name] for f in fields(SamplingParams) if f.name in options})
     entries = _entries(args)
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
     if any(entry.form == "prompt" for entry in entries):
@@ -97,20 +98,9 @@ def run(args: argparse.Namespace) -> int:
         speaks = is_rank_0()  # the others compute the same
         chats = Chats(args.model) if any(entry.form == "messages" for entry in entries) else None
         start = time.perf_counter()
-        engine = Engine(
-            args.model,
-            device=device,
-            dtype=args.dtype,
-            max_batch_tokens=args.max_batch_tokens,
-            block_size=args.block_size,
-            num_blocks=args.num_blocks,
-            max_batch_size=min(MAX_BATCH_SIZE, len(entries)),
-            graphs=args.graphs,
-            graph_sizes=sizes,
-            weights=args.weights,
-            ranks=ranks,
-            progress=speaks,
-        )
+        given = {name: options[name] for name in ENGINE_OPTIONS}
+        given |= {"device": device, "graph_sizes": sizes, "ranks": ranks, "progress": speaks}
+        engine = Engine(args.model, max_batch_size=min(MAX_BATCH_SIZE, len(entries)), **given)
         limit_threads(engine.config, engine.device)
         if speaks:
             _say(f"loaded {args.model} on {engine.device} in {time.perf_counter() - start:.1f} s")
