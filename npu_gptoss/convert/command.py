@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     adapters = open_adapters(source, args.lora)
     to = args.to or ("bf16" if adapters or not source.config.quantization else "mxfp4")
     job = Job(source, args.output.absolute(), to, adapters)
-    torch.set_num_threads(1)
     there = convert(job)
     size = sum(path.stat().st_size for path in args.output.iterdir() if path.is_file()) / 1e9
     print(f"{args.output}: {to}, {size:.2f} GB" + (f"; {there} shards were there already" if there else ""))

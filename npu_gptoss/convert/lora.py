@@ -23,7 +23,7 @@ from npu_gptoss.errors import InputError, short
 from npu_gptoss.files import is_directory, is_there, read_json
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import TensorSpec
-from npu_gptoss.model.safetensors_reader import StoredTensor, listed, read_header, read_tensor
+from npu_gptoss.model.safetensors_reader import StoredTensor, read_header, read_tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(
@@ -43,6 +43,10 @@ _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 class AdapterError(InputError):
     """An adapter that cannot be merged: names the adapter and the field or tensor."""
+
+
+def _wrong(directory: Path, why: str, field: str, remedy: str = "Merge it with peft.") -> AdapterError:
+    return AdapterError(f"{directory}: {why}. {remedy}", field=field)
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,8 @@ def parse(text: str) -> tuple[Path, float]:
 def open_adapter(directory: Path, weight: float, config: GptOssConfig, specs: Mapping[str, TensorSpec]) -> Adapter:
     """An adapter's folder. specs: the base's tensors in the BF16 layout. Raises AdapterError."""
     if not is_directory(directory, AdapterError) or not is_there(directory / WEIGHTS, AdapterError):
-        raise AdapterError(
-            f"{directory}: expected {CONFIG} and {WEIGHTS} of an adapter of peft, got none. Check the path; a pickle "
-            "(.bin) is never opened: save the adapter with safetensors.",
-            field="--lora",
-        )
+        why = f"expected {CONFIG} and {WEIGHTS} of an adapter of peft, got none"
+        raise _wrong(directory, why, "--lora", "Check the path; a pickle (.bin) is never opened: use safetensors.")
     return adapter_of(directory, read_header(directory / WEIGHTS), weight, config, specs)
 
 
@@ -125,56 +126,46 @@ def adapter_of(
             continue
         (where,) = places if len(places := place(name, config)) == 1 else [None]
         if where is None or where.name not in specs or specs[where.name].shape != tensor.shape:
-            raise _unknown(directory, [name])
+            raise _unknown(directory, name)
         adapter.replaced[where.name] = tensor
     if adapter.replaced and weight != 1:
-        raise AdapterError(
-            f"{directory}: {next(iter(adapter.replaced))} replaces the base's (modules_to_save) and cannot be "
-            f"weighted, got weight {weight:g}. Leave the weight away.",
-            field="--lora",
+        why = (
+            f"{next(iter(adapter.replaced))} replaces the base's (modules_to_save) and cannot be weighted by {weight:g}"
         )
+        raise _wrong(directory, why, "--lora", "Leave the weight away.")
     turned = _turned(modules, config)
     for module, factors in modules.items():
         embedding = "embedding_A" in factors
         factors = {kind.removeprefix("embedding_"): tensor for kind, tensor in factors.items()}
         if not {"A", "B"} <= factors.keys():
-            raise _unknown(directory, [next(iter(factors.values())).name])
+            raise _unknown(directory, next(iter(factors.values())).name)
         name, delta = _delta(directory, module, factors, settings, weight, config, turned, embedding)
         if name not in specs:
-            raise _unknown(directory, [tensor.name for tensor in factors.values()])
-        _check_shapes(name, delta, specs[name])
+            raise _unknown(directory, factors["A"].name)
+        _check_shapes(directory, name, delta, specs[name])
         adapter.deltas.setdefault(name, []).append(delta)
     if not adapter.deltas and not adapter.replaced:
-        raise AdapterError(f"{directory}: expected an adapter's tensors, got none.", field="--lora")
+        raise _wrong(directory, "expected an adapter's tensors, got none", "--lora", "Save it again.")
     return adapter
 
 
 def _settings(directory: Path) -> dict[str, Any]:
     if not is_there(directory / CONFIG, AdapterError):
-        raise AdapterError(
-            f"{directory}: expected {CONFIG}, which has the adapter's alpha, got none. Copy it from the training.",
-            field=CONFIG,
-        )
+        why = f"expected {CONFIG}, which has the adapter's alpha, got none"
+        raise _wrong(directory, why, CONFIG, "Copy it from the training's folder.")
     settings = read_json(directory / CONFIG, AdapterError)
     kind = settings.get("peft_type") if isinstance(settings, dict) else None
     if kind != "LORA":
-        raise AdapterError(
-            f"{directory}: peft_type should be LORA, got {short(kind)}. Merge it with peft.", field="peft_type"
-        )
+        raise _wrong(directory, f"peft_type should be LORA, got {short(kind)}", "peft_type")
     for name in ("r", "lora_alpha"):
         if not isinstance(settings.get(name), (int, float)) or settings[name] <= 0:
-            raise AdapterError(
-                f"{directory}: {name} should be a number above 0, got {short(settings.get(name))}.", field=name
-            )
+            why = f"{name} should be a number above 0, got {short(settings.get(name))}"
+            raise _wrong(directory, why, name, "Take the file of the training.")
     others = [name for name, value in settings.items() if value and name not in _KNOWN.split()]
     if str(settings.get("init_lora_weights")).lower().startswith(_OTHER_BASES):
         others.append("init_lora_weights")
-    if others:
-        raise AdapterError(
-            f"{directory}: {others[0]} = {short(settings[others[0]])} makes another merge than LoRA's. Merge it with "
-            "peft: merge_and_unload, then save_pretrained.",
-            field=others[0],
-        )
+    for name in others:
+        raise _wrong(directory, f"{name} = {short(settings[name])} makes another merge than LoRA's", name)
     return settings
 
 
@@ -194,14 +185,10 @@ def _delta(
     if _EXPERTS.fullmatch(name):
         experts = config.num_local_experts
         rank //= experts
-        name += f".{_matrix(factors, config)}"
-        official = name
+        official = name = f"{name}.{_matrix(factors, config)}"
         if turned is None:
-            raise AdapterError(
-                f"{directory}: {factors['A'].name} belongs to a square matrix, and nothing tells which side is the "
-                "input. Merge it with peft.",
-                field=factors["A"].name,
-            )
+            why = f"{factors['A'].name} is of a square matrix, and nothing tells which side is the input"
+            raise _wrong(directory, why, factors["A"].name)
     else:
         (where, *_) = place(f"{name}.weight", config)
         official, view = where.name, where.view
@@ -210,9 +197,9 @@ def _delta(
     alpha = settings["lora_alpha"] if key is None else patterns[key]
     scaling = weight * alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     if "magnitude_vector" in factors and weight != 1:
-        raise AdapterError(f"{directory}: DoRA cannot be weighted, got weight {weight:g}.", field="--lora")
+        raise _wrong(directory, f"DoRA cannot be weighted by {weight:g}", "--lora", "Leave the weight away.")
     if "magnitude_vector" in factors and embedding:
-        raise _unknown(directory, [factors["magnitude_vector"].name])
+        raise _unknown(directory, factors["magnitude_vector"].name)
     return official, Delta(factors, scaling, view or (lambda tensor: tensor), experts, bool(turned), embedding)
 
 
@@ -233,26 +220,18 @@ def _turned(modules: Mapping[str, Mapping[str, StoredTensor]], config: GptOssCon
     return None
 
 
-def _check_shapes(name: str, delta: Delta, spec: TensorSpec) -> None:
+def _check_shapes(directory: Path, name: str, delta: Delta, spec: TensorSpec) -> None:
     a, b = (delta.factors[letter].shape for letter in "AB")
     target = tuple(delta.view(torch.empty(spec.shape, device="meta")).shape)
     sides = (b[0], a[-1]) if not delta.embedding and (not delta.experts or delta.turned) else (a[-1], b[0])
     ranks = a[0] == b[-1] and (not delta.experts or a[0] % delta.experts == 0)
     if target[-2:] != sides or not ranks or len(a) != 2 or len(b) != 2:
-        stored = delta.factors["A"]
-        raise AdapterError(
-            f"{stored.file}: {stored.name} and its lora_B should fit {name} {list(spec.shape)}, got {list(a)} and "
-            f"{list(b)}. The adapter is of another base model.",
-            field=stored.name,
-        )
+        name_a, why = delta.factors["A"].name, f"should fit {name} {list(spec.shape)}, got {list(a)} and {list(b)}"
+        raise _wrong(directory, f"{name_a} and its lora_B {why}", name_a, "The adapter is of another base model.")
 
 
-def _unknown(directory: Path, names: list[str]) -> AdapterError:
-    return AdapterError(
-        f"{directory}: expected LoRA's tensors for gpt-oss, got {listed(names)}. Merge it with peft: merge_and_unload, "
-        "then save_pretrained.",
-        field=names[0],
-    )
+def _unknown(directory: Path, name: str) -> AdapterError:
+    return _wrong(directory, f"expected LoRA's tensors for gpt-oss, got {short(name)}", name)
 
 
 def check_together(adapters: list[Adapter]) -> None:
@@ -264,11 +243,8 @@ def check_together(adapters: list[Adapter]) -> None:
         alone = [n for n, ds in adapter.deltas.items() if any("magnitude_vector" in d.factors for d in ds)]
         for name in (*adapter.replaced, *alone):
             if name in others:
-                raise AdapterError(
-                    f"{adapter.directory}: {name} is replaced or rescaled (modules_to_save, DoRA), and another adapter "
-                    "changes it too. Merge one of them alone.",
-                    field="--lora",
-                )
+                why = f"{name} is replaced or rescaled (modules_to_save, DoRA), and another adapter changes it too"
+                raise _wrong(adapter.directory, why, "--lora", "Merge one of them alone.")
 
 
 def merged(name: str, tensor: torch.Tensor, adapters: list[Adapter]) -> torch.Tensor:
@@ -276,8 +252,8 @@ def merged(name: str, tensor: torch.Tensor, adapters: list[Adapter]) -> torch.Te
     for adapter in adapters:
         if name in adapter.replaced:
             tensor = read_tensor(adapter.replaced[name])
-    deltas = [delta for adapter in adapters for delta in adapter.deltas.get(name, ())]
-    wide = tensor.float() if len(deltas) > 1 else tensor  # several are added up before they are rounded
-    for delta in deltas:
+    several = sum(name in adapter.deltas for adapter in adapters) > 1
+    wide = tensor.float() if several else tensor  # their sum is rounded, not each
+    for delta in (delta for adapter in adapters for delta in adapter.deltas.get(name, ())):
         delta.add_to(wide)
     return wide.to(tensor.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from npu_gptoss.convert.places import WHOLE, Place, place, unwrapped
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, short
 from npu_gptoss.files import CheckpointError, is_directory, read_json
-from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig, YarnScaling, published_config
-from npu_gptoss.model.config_fields import ARCHITECTURE, MXFP4
+from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig
+from npu_gptoss.model.config_fields import ARCHITECTURE, FULL, MODEL_TYPE, MXFP4, SLIDING
 from npu_gptoss.model.foreign import recognise, refuse_foreign
+from npu_gptoss.model.generation import HARMONY_STOP_TOKENS
 from npu_gptoss.model.layout import BYTES, PACKED, TensorSpec, check_names, expected_tensors
 from npu_gptoss.model.safetensors_reader import INDEX_NAME, StoredTensor, find_tensors, read_header, read_tensor
 
@@ -31,6 +32,7 @@ _SCALE = re.compile(r"(.*(?:weight|_proj))_scale(?:_inv)?")  # of the tensor bef
 _UNUSED = re.compile(r".*\.(?:input|output|[qkv])_scale(?:_ub)?|.*\.original_module\..*")
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, *_FLOAT8)
+RETURN, _, END_OF_TEXT = HARMONY_STOP_TOKENS
 _BLOCK = [128, 128]  # of DeepSeek's FP8, whose files need not say it
 
 
@@ -122,14 +124,19 @@ def open_source(directory: Path) -> Source:
     values: Mapping[str, Any] = {}
     found: dict[str, StoredTensor] = {}
     try:
-        found = _stored(directory)
-        values = _config_values(directory)
+        found, values = _stored(directory), _config_values(directory)
+        _refuse_unreadable(directory, found, values, files=False)
         return _open(directory, found, values)
     except InputError:
-        form = recognise(directory, found, values)
-        if form is not None and not form.convertible:
-            refuse_foreign(directory, found, values)
+        _refuse_unreadable(directory, found, values)
         raise
+
+
+def _refuse_unreadable(directory: Path, names: Iterable[str], values: Mapping[str, Any], *, files: bool = True) -> None:
+    """Names the tool of a form that is not read here. files: as of `refuse_foreign`."""
+    form = recognise(directory if files else None, names, values)
+    if form is not None and not form.convertible:
+        refuse_foreign(directory, names, values, files=files)
 
 
 def _stored(directory: Path) -> dict[str, StoredTensor]:
@@ -159,13 +166,13 @@ def _config_values(directory: Path) -> dict[str, Any]:
 
 
 def _open(directory: Path, found: dict[str, StoredTensor], values: Mapping[str, Any]) -> Source:
-    form = recognise(None, found, values)
-    if form is not None and not form.convertible:
-        refuse_foreign(directory, found, values)
-    tensors = {name: stored for name, stored in found.items() if not LORA.search(name) and not _UNUSED.fullmatch(name)}
-    tensors = {n: replace(s, dtype=torch.uint8) if s.dtype_name == "F8_E8M0" else s for n, s in tensors.items()}
-    scales = {m[1]: stored for n, stored in tensors.items() if (m := _SCALE.fullmatch(n)) and m[1] in tensors}
-    tensors = {n: stored for n, stored in tensors.items() if stored not in scales.values()}
+    tensors = {
+        name: replace(stored, dtype=torch.uint8) if stored.dtype_name == "F8_E8M0" else stored
+        for name, stored in found.items()
+        if not LORA.search(name) and not _UNUSED.fullmatch(name)
+    }
+    of_scales = {name: m[1] for name in tensors if (m := _SCALE.fullmatch(name)) and m[1] in tensors}
+    scales = {of: tensors.pop(name) for name, of in of_scales.items()}
     official = {unwrapped(name) for name in tensors}
     packed = any(PACKED.fullmatch(name) or re.fullmatch(r"block\..*\.blocks", name) for name in official)
     routers = [
@@ -197,60 +204,36 @@ def _open(directory: Path, found: dict[str, StoredTensor], values: Mapping[str, 
 def _config(values: Mapping[str, Any], experts: int | None, packed: bool) -> tuple[GptOssConfig, list[str]]:
     """The numbers of config.json, and what was corrected in them. experts: rows of the router, which count."""
     notes = []
-    if "rope_scaling_factor" in values:
-        config = _original_config(values)
-    else:
-        dropped = {"quantization_config", "compression_config", "architectures", "torch_dtype", "dtype"}
-        kept = {name: value for name, value in values.items() if name not in dropped}
-        if "num_experts_per_tok" in kept:  # which transformers reads
-            kept.pop("experts_per_token", None)
-        if experts is not None and kept.get("num_local_experts") != experts:
-            notes.append(f"config.json: num_local_experts is {experts}, the rows of the routers")
-            kept = {name: value for name, value in kept.items() if name != "num_experts"} | {
-                "num_local_experts": experts
-            }
-            top_k = kept.get("num_experts_per_tok", kept.get("experts_per_token"))
-            if isinstance(top_k, int) and top_k > experts:
-                kept["num_experts_per_tok"] = experts
-                kept.pop("experts_per_token", None)
-                notes.append(f"config.json: num_experts_per_tok is {experts}, all that there are")
-        config = GptOssConfig.from_dict({**kept, "architectures": [ARCHITECTURE]})
+    values = _published(values) if "rope_scaling_factor" in values else dict(values)
+    for name in ("quantization_config", "compression_config", "torch_dtype", "dtype"):
+        values.pop(name, None)
+    if "num_experts_per_tok" in values:  # which transformers reads
+        values.pop("experts_per_token", None)
+    if experts is not None and values.get("num_local_experts", values.get("num_experts")) != experts:
+        values.pop("num_experts", None)
+        values["num_local_experts"] = experts
+        top_k = values.pop("experts_per_token", values.get("num_experts_per_tok"))
+        values["num_experts_per_tok"] = top_k = min(experts, top_k) if isinstance(top_k, int) else top_k
+        notes.append(f"config.json: {experts} experts, as the routers have; {short(top_k)} a token")
+    config = GptOssConfig.from_dict({**values, "architectures": [ARCHITECTURE]})
     return replace(config, quantization=MXFP4 if packed else None, dtype="bfloat16"), notes
 
 
-def _original_config(values: Mapping[str, Any]) -> GptOssConfig:
-    """original/config.json, whose names are those of gpt_oss/torch/model.py."""
-    try:
-        length, factor = values["initial_context_length"], float(values["rope_scaling_factor"])
-        config = published_config(
-            layers=values["num_hidden_layers"],
-            experts=values["num_experts"],
-            max_positions=int(length * factor),
-            **({"eos_token_id": 200002, "pad_token_id": 199999} if values["vocab_size"] > 200002 else {}),
-            **{
-                name: values[name]
-                for name in (
-                    "experts_per_token",
-                    "vocab_size",
-                    "hidden_size",
-                    "intermediate_size",
-                    "swiglu_limit",
-                    "head_dim",
-                    "num_attention_heads",
-                    "num_key_value_heads",
-                    "sliding_window",
-                    "rope_theta",
-                )
-            },
-        )
-        yarn = YarnScaling(
-            factor, length, float(values["rope_ntk_beta"]), float(values["rope_ntk_alpha"]), truncate=False
-        )
-        return replace(config, rope_scaling=yarn)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"config.json of original/: expected all numbers of gpt-oss, but {error}.", field="config.json"
-        ) from None
+def _published(values: Mapping[str, Any]) -> dict[str, Any]:
+    """original/config.json, whose names are those of gpt_oss/torch/model.py, in the names of the published one."""
+    rest = dict(values)
+    yarn = {"rope_type": "yarn", "truncate": False, "factor": rest.pop("rope_scaling_factor")}
+    yarn |= {"beta_slow": rest.pop("rope_ntk_alpha", 1.0), "beta_fast": rest.pop("rope_ntk_beta", 32.0)}
+    yarn["original_max_position_embeddings"] = length = rest.get("initial_context_length", 4096)
+    layers, vocabulary = (rest.get(name, 0) for name in ("num_hidden_layers", "vocab_size"))
+    return rest | {
+        "model_type": MODEL_TYPE,
+        "rope_scaling": yarn,
+        "layer_types": [FULL if layer % 2 else SLIDING for layer in range(layers)],
+        "max_position_embeddings": int(length * yarn["factor"]),
+        "rms_norm_eps": 1e-5,
+        **({"eos_token_id": RETURN, "pad_token_id": END_OF_TEXT} if vocabulary > RETURN else {}),
+    }
 
 
 def _check(name: str, spec: TensorSpec, pieces: list[Piece]) -> None:

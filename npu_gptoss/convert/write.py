@@ -38,18 +38,10 @@ from npu_gptoss.progress import bar
 
 FORMAT = 1  # of the result; raised when the same input gives other bytes
 PROGRESS = "progress.json"
-_COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-    "chat_template*",
-    "*.tiktoken",
-    "LICENSE*",
-    "USAGE_POLICY*",
-)
+_COPIED = """
+    tokenizer* special_tokens_map.json added_tokens.json vocab.json merges.txt generation_config.json chat_template*
+    *.tiktoken LICENSE* USAGE_POLICY*
+"""
 _GB = 1e9
 
 
@@ -118,7 +110,7 @@ def convert(job: Job, *, progress: bool = True) -> int:
     """Writes job.out. Returns how many shards an interrupted run had left. Raises InputError."""
     if job.out.is_file() or (job.out.is_dir() and any(job.out.iterdir())):
         raise InputError(f"{job.out}: expected a folder that is new or empty. Name another, or delete it.", field="OUT")
-    with _words(job), _locked(job):
+    with _words(job), _locked(job), _one_thread():
         done = _resumed(job)
         shards, before = job.shards, len(done)
         _check_disk(job, [name for file, names in shards.items() if file not in done for name in names])
@@ -176,8 +168,18 @@ def _made(job: Job, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str
     return tensors, kept, changes
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Experts are shared out to the cores; torch's own threads would wait for each other in every short step."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _by_expert(one: Callable[[int], Any], count: int) -> list[Any]:
-    """one(0), one(1), … by a thread a core. torch's own threads would wait for each other in every short step."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(one, range(count)))
 
@@ -245,7 +247,7 @@ def _finish(job: Job, shards: Mapping[str, list[str]]) -> None:
     for name, values in ((INDEX_NAME, index), (CONFIG_NAME, job.config.to_dict())):
         write_atomically(job.staging / name, (json.dumps(values, indent=2) + "\n").encode())
     for folder in reversed(job.source.folders):
-        for pattern in _COPIED:
+        for pattern in _COPIED.split():
             for file in folder.glob(pattern):
                 if file.is_file():
                     shutil.copyfile(file, job.staging / file.name)

@@ -122,7 +122,9 @@ def compress(
 
 
 def _step(on_a_cpu: int, device: torch.device) -> int:
-    return on_a_cpu if device.type == "cpu" else on_a_cpu * _ON_A_DEVICE
+    if device.type == "cpu":  # alone, torch need not start threads, and twice as fast are steps of half a MiB
+        return on_a_cpu * (8 if torch.get_num_threads() == 1 else 1)
+    return on_a_cpu * _ON_A_DEVICE
 
 
 def _expand_into(out: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> None:
