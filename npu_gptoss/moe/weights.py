@@ -64,6 +64,26 @@ class _Experts:
     def device(self) -> torch.device:
         return self.gate_up_proj_bias.device
 
+    def rows(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """One expert's gate_up_proj or down_proj as floats [out, in], in `dtype` or float32."""
+        raise NotImplementedError
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """[experts, out, in] of both projections."""
+        experts, hidden, inner = self.num_experts, self.hidden_size, self.intermediate_size
+        return {"gate_up_proj": (experts, 2 * inner, hidden), "down_proj": (experts, hidden, inner)}
+
+    def expand(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same weights as floats, one expert at a time: exactly, or each rounded once (FP8 in bfloat16)."""
+        floats = {}
+        for name, (experts, rows, inputs) in self.shapes.items():
+            floats[name] = torch.empty(experts, inputs, rows, dtype=dtype, device=self.device)
+            for expert in range(experts):
+                floats[name][expert].copy_(self.rows(name, expert, dtype).t())
+        biases = {"gate_up_proj_bias": self.gate_up_proj_bias, "down_proj_bias": self.down_proj_bias}
+        return ExpertWeights(**floats, **biases, expert_map=self.expert_map)
+
     def local_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Global expert ids -> local ones, -1 where an expert lives on another rank and where the id is negative."""
         if self.expert_map is None:
@@ -103,6 +123,9 @@ class ExpertWeights(_Experts):
     def format(self) -> str:
         """What kernels ask for in their `weight` role."""
         return dtype_name(self.gate_up_proj.dtype)
+
+    def rows(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        return getattr(self, name)[expert].t()
 
     def expand(self, dtype: torch.dtype) -> ExpertWeights:
         """Itself: floats are not expanded, and a kernel that takes them takes their dtype."""
@@ -144,15 +167,9 @@ class Mxfp4Experts(_Experts):
         )
         _check(self, None, gate_up_proj_bias=(experts, double), down_proj_bias=(experts, hidden))
 
-    def expand(self, dtype: torch.dtype) -> ExpertWeights:
-        """The same weights as floats, exactly: the same bits as when the checkpoint is expanded while it is read."""
-        return ExpertWeights(
-            mxfp4.expand_transposed(self.gate_up_proj_blocks, self.gate_up_proj_scales, dtype),
-            self.gate_up_proj_bias,
-            mxfp4.expand_transposed(self.down_proj_blocks, self.down_proj_scales, dtype),
-            self.down_proj_bias,
-            self.expert_map,
-        )
+    def rows(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        blocks, scales = getattr(self, name + "_blocks"), getattr(self, name + "_scales")
+        return mxfp4.expand(blocks[expert], scales[expert], dtype)
 
 
 @dataclass(frozen=True)
@@ -182,22 +199,8 @@ class Fp8Experts(_Experts):
         _check(self, torch.float32, gate_up_proj_scales=(experts, double), down_proj_scales=(experts, hidden))
         _check(self, None, gate_up_proj_bias=(experts, double), down_proj_bias=(experts, hidden))
 
-    def expand(self, dtype: torch.dtype) -> ExpertWeights:
-        """The same weights as floats; in bfloat16 each product of value and scale is rounded once."""
-
-        def floats(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(values.transpose(1, 2).shape, dtype=dtype, device=values.device)
-            for expert in range(values.shape[0]):
-                out[expert].copy_((values[expert].float() * scales[expert, :, None]).t())
-            return out
-
-        return ExpertWeights(
-            floats(self.gate_up_proj, self.gate_up_proj_scales),
-            self.gate_up_proj_bias,
-            floats(self.down_proj, self.down_proj_scales),
-            self.down_proj_bias,
-            self.expert_map,
-        )
+    def rows(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        return getattr(self, name)[expert].float() * getattr(self, name + "_scales")[expert, :, None]
 
 
 AnyExperts = ExpertWeights | Mxfp4Experts | Fp8Experts
@@ -214,14 +217,12 @@ def quantize_fp8(weights: AnyExperts) -> Fp8Experts:
     """Experts in floats or MXFP4 to FP8 with a scale an output channel; one expert at a time. Loses precision."""
     if isinstance(weights, Fp8Experts):
         return weights
-    experts, hidden, inner = weights.num_experts, weights.hidden_size, weights.intermediate_size
-    shapes = {"gate_up_proj": (experts, 2 * inner, hidden), "down_proj": (experts, hidden, inner)}
     made: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
+    for name, shape in weights.shapes.items():
         values = torch.empty(shape, dtype=FP8, device=weights.device)
         scales = torch.empty(shape[:2], dtype=torch.float32, device=weights.device)
-        for expert in range(experts):
-            values[expert], scales[expert] = _quantize_rows(_rows(weights, name, expert))
+        for expert in range(shape[0]):
+            values[expert], scales[expert] = _quantize_rows(weights.rows(name, expert, torch.float32))
         made[name], made[name + "_scales"] = values, scales
     return Fp8Experts(
         **made,
@@ -229,14 +230,6 @@ def quantize_fp8(weights: AnyExperts) -> Fp8Experts:
         down_proj_bias=weights.down_proj_bias,
         expert_map=weights.expert_map,
     )
-
-
-def _rows(weights: ExpertWeights | Mxfp4Experts, name: str, expert: int) -> torch.Tensor:
-    """One expert's matrix as floats, [out, in]."""
-    if isinstance(weights, ExpertWeights):
-        return getattr(weights, name)[expert].t()
-    blocks, scales = getattr(weights, name + "_blocks")[expert], getattr(weights, name + "_scales")[expert]
-    return mxfp4.expand(blocks, scales, torch.float32)
 
 
 def on_device(weights: AnyExperts, device: torch.device) -> AnyExperts:

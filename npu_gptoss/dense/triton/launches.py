@@ -51,6 +51,7 @@ def _stream(residual: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.T
     return residual, delta.contiguous(), torch.empty_like(residual, dtype=torch.float32)
 
 
+@functools.cache
 def blocks(inputs: int) -> dict[str, int]:
     """The two tiles of a row of inputs, as constants of a kernel."""
     block_a, block_b = halves(inputs)
