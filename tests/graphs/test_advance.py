@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from npu_gptoss.graphs.advance import advance
 from npu_gptoss.graphs.state import DecodeState
+from npu_gptoss.kernels import load_kernels
+from npu_gptoss.kernels.registry import registry
 from tests.triton import TRITON_HERE
 
 BLOCK_SIZE = 4
@@ -16,22 +17,13 @@ TABLES = [[3, 5, 1], [2, 4, 6], [7, 8, 9]]
 SPARE = 99
 
 
-def small_ops(state: DecodeState) -> None:
-    advance(state, kernel="small_ops")
-
-
-def triton(state: DecodeState) -> None:
-    from npu_gptoss.graphs.advance_triton import launch
-
-    launch(state)
-
-
-def reference(state: DecodeState) -> None:
-    advance(state, kernel="reference")
-
-
-KERNELS = [reference, small_ops, pytest.param(triton, marks=TRITON_HERE)]
 Kernel = Callable[[DecodeState], None]
+
+
+@pytest.fixture(params=["reference", "small_ops", pytest.param("triton", marks=TRITON_HERE)])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    load_kernels()
+    return registry.kernels[f"graphs.advance.{request.param}"].function
 
 
 def loaded(tokens: list[int], positions: list[int]) -> DecodeState:
@@ -40,7 +32,6 @@ def loaded(tokens: list[int], positions: list[int]) -> DecodeState:
     return state
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_says_where_its_key_goes_and_how_far_it_sees(kernel: Kernel) -> None:
     """Position 4 is the first of the second block: an index by the token before would miss it."""
     state = loaded([10, 11, 12], [0, 4, 11])
@@ -51,7 +42,6 @@ def test_a_row_says_where_its_key_goes_and_how_far_it_sees(kernel: Kernel) -> No
     assert state.slots.tolist() == [3 * 4, 4 * 4, 9 * 4 + 3, SPARE, SPARE]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_next_step_takes_the_chosen_tokens_one_place_on(kernel: Kernel) -> None:
     state = loaded([10, 11, 12], [0, 3, 7])
     kernel(state)
@@ -63,7 +53,6 @@ def test_the_next_step_takes_the_chosen_tokens_one_place_on(kernel: Kernel) -> N
     assert state.slots.tolist() == [3 * 4 + 1, 4 * 4, 9 * 4, SPARE, SPARE]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_block_given_between_two_steps_is_the_one_that_is_used(kernel: Kernel) -> None:
     state = loaded([10], [3])
     kernel(state)
@@ -72,14 +61,12 @@ def test_a_block_given_between_two_steps_is_the_one_that_is_used(kernel: Kernel)
     assert state.slots[0] == 42 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_token_that_was_not_finite_is_computed_as_a_valid_one(kernel: Kernel) -> None:
     state = loaded([-1, 7], [2, 2])
     kernel(state)
     assert state.input_ids[:2].tolist() == [0, 7]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_step_behind_the_last_block_stays_inside_the_table(kernel: Kernel) -> None:
     state = loaded([10], [12])
     kernel(state)
