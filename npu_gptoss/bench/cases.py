@@ -10,54 +10,24 @@ from typing import Any
 
 import torch
 
-from npu_gptoss import dense, moe
-from npu_gptoss.attention import paged_attention, paged_call, write_call, write_kv_cache
+from npu_gptoss import attention, dense, moe
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
+from npu_gptoss.bench import roofline
 from npu_gptoss.bench.measure import rotation
-from npu_gptoss.bench.roofline import (
-    BF16_BYTES,
-    FP32_BYTES,
-    Work,
-    attention_decode_work,
-    attention_prefill_work,
-    expected_distinct,
-    expert_bytes,
-    experts_work,
-    kv_bytes_per_token,
-    linear_work,
-)
-from npu_gptoss.dense.operations import (
-    ADD_NORM,
-    GREEDY,
-    LOGITS,
-    OUTPUT,
-    QKV,
-    ROUTER,
-    logits_call,
-    output_call,
-    qkv_call,
-    router_call,
-)
-from npu_gptoss.kernels import Described, Operation, Signature, signature
+from npu_gptoss.bench.roofline import BF16_BYTES, FP32_BYTES, Work, kv_bytes_per_token, linear_work
+from npu_gptoss.dense import operations as dense_operations
+from npu_gptoss.kernels import Described, Operation, signature
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe import mxfp4, packed
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, experts_call, route_call
-from npu_gptoss.verify.cases import (
-    DENSE_INPUTS,
-    STD,
-    InputFactory,
-    Shape,
-    Sizes,
-    Step,
-    as_decode,
-    make_step,
-    random_experts,
-    random_mxfp4,
-)
+from npu_gptoss.verify import cases
+from npu_gptoss.verify.cases import DenseInputs, Shape, Sizes, Step, as_decode, make_step
 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose experts a rotation walks over on a GPU, where a step is small
 FEWEST = 8  # calls of a rotation of experts
+_OPERATIONS = ("ADD_NORM", "GREEDY", "LOGITS", "OUTPUT", "QKV", "ROUTER")
+DENSE: dict[str, Operation] = {name.lower(): getattr(dense_operations, name) for name in _OPERATIONS}  # by mode
 ROLES = {"mxfp4": moe.Mxfp4Experts.format, "fp8": moe.Fp8Experts.format}  # the names of formats in a weight role
 
 
@@ -67,8 +37,7 @@ class Case:
 
     operation: Operation
     name: str
-    signature: Signature
-    traits: Mapping[str, Any]
+    described: Described
     work: Work
     calls: Callable[[str], Calls]
 
@@ -102,22 +71,25 @@ class Inputs:
         return torch.Generator(self.device).manual_seed(0)
 
     @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def sizes(self) -> Sizes:
         c = self.config
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         return Sizes(c.hidden_size, *heads, c.num_local_experts, c.num_experts_per_tok, c.vocab_size)
+
+    @property
+    def experts(self) -> tuple[int, int, int]:
+        """Their number, the hidden and the intermediate size."""
+        return self.config.num_local_experts, self.config.hidden_size, self.config.intermediate_size
 
     def step(self, requests: Sequence[tuple[int, int]]) -> Step:
         """One attention step in the measured dtype; its blocks are scattered over a separate cache."""
         sizes = self.sizes
         shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, self.block_size)
         return make_step(requests, shape, self.generator).to(self.device, self.dtype)
-
-    def dense(self, operation: Operation, rows: int) -> dict[str, Any]:
-        name = str(self.dtype).removeprefix("torch.")
-        roles = dict.fromkeys(("hidden", "weight", "kv", "logits"), name)
-        make = InputFactory(self.generator, roles, edges=False)
-        return DENSE_INPUTS[operation.name](make, rows, self.sizes, operation is not ROUTER)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype).normal_(generator=self.generator)
@@ -127,101 +99,116 @@ class Inputs:
         return torch.empty(shape, device="meta", dtype=self.dtype)
 
 
+def _rotation(run: Callable[..., object], make: Callable[[], dict[str, Any]], sets: int, kernel: str) -> Calls:
+    """Calls of a public operation, each with arguments of its own."""
+    return [functools.partial(run, **make(), kernel=kernel) for _ in range(sets)]
+
+
 def paged_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
-    """Decode at every context and batch, prefill of every prompt; each as a full layer and as a window layer."""
+    """Decode at every context and batch, prefill of every prompt; each as a full layer and as a window layer.
+
+    A decode reads another cache in each call, with its lengths on the device, as in a graph. A prompt starts from an
+    empty cache in which its keys and values lie already; its queries and results count as bytes.
+    """
     config, sizes = inputs.config, inputs.sizes
     windows = {"full": None, "window": config.sliding_window}
     query = inputs.empty(1, sizes.heads, sizes.head_dim)
     cache = inputs.empty(1, inputs.block_size, sizes.kv_heads, sizes.head_dim)
+
+    def make(requests: list[tuple[int, int]], window: int | None, context: int) -> dict[str, Any]:
+        step = inputs.step(requests)
+        step = as_decode(step, context) if context else step
+        return {**step.inputs(window), "out": torch.empty_like(step.query)}
+
+    def case(name: str, work: Work, longest: int, window: int | None, sets: int, *made: Any) -> Case:
+        described = attention.paged_call(longest, query, cache, query, window)
+        build = functools.partial(make, *made)
+        return Case(PAGED, name, described, work, functools.partial(_rotation, attention.paged_attention, build, sets))
+
     for context, batch, (kind, window) in product(points.contexts, points.batches, windows.items()):
-        work = attention_decode_work(config, [context] * batch, window)
-        build = functools.partial(_decode, inputs, rotation(work.kv_bytes, inputs.device), batch, context, window)
-        called = paged_call(1, query, cache, query, window)
-        yield Case(PAGED, f"decode {kind} ctx={context} B={batch}", *called, work, build)
+        work = roofline.attention_decode_work(config, [context] * batch, window)
+        sets = rotation(work.kv_bytes, inputs.device)
+        name = f"decode {kind} ctx={context} B={batch}"
+        yield case(name, work, 1, window, sets, [(1, context)] * batch, window, context)
     for tokens, (kind, window) in product(points.prompts, windows.items()):
-        # queries and results count as bytes
         rows = Work(activation_bytes=2 * tokens * sizes.query * BF16_BYTES)
-        work = attention_prefill_work(config, tokens, window) + rows
-        called = paged_call(tokens, query, cache, query, window)
-        build = functools.partial(_prefill, inputs, tokens, window)
-        yield Case(PAGED, f"prefill {kind} {tokens}", *called, work, build)
+        work = roofline.attention_prefill_work(config, tokens, window) + rows
+        yield case(f"prefill {kind} {tokens}", work, tokens, window, 1, [(tokens, tokens)], window, 0)
 
 
-def _decode(inputs: Inputs, sets: int, batch: int, context: int, window: int | None, kernel: str) -> Calls:
-    """Every call reads another cache; lengths are on the device, as in a graph."""
-    steps = (as_decode(inputs.step([(1, context)] * batch), context) for _ in range(sets))
-    return [_attend(step, window, kernel) for step in steps]
-
-
-def _prefill(inputs: Inputs, tokens: int, window: int | None, kernel: str) -> Calls:
-    """One prompt from an empty cache; its keys and values lie in the cache already."""
-    return [_attend(inputs.step([(tokens, tokens)]), window, kernel)]
-
-
-def _attend(step: Step, window: int | None, kernel: str) -> Callable[[], object]:
-    out = torch.empty_like(step.query)
-    return functools.partial(paged_attention, **step.inputs(window), out=out, kernel=kernel)
+def _by_rows(
+    operation: Operation,
+    run: Callable[..., object],
+    make: Callable[[int], dict[str, Any]],
+    name: str,
+    described: Described,
+    work: Mapping[int, Work],
+) -> Iterator[Case]:
+    """A case for each number of rows, each a single call again and again. name: has a place for the number."""
+    for rows, of_rows in work.items():
+        calls = functools.partial(_rotation, run, functools.partial(make, rows), 1)
+        yield Case(operation, name.format(rows), described, of_rows, calls)
 
 
 def write_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
-    """The keys and values of a step's rows into the cache, one block a row."""
-    sizes = inputs.sizes
-    heads = sizes.kv_heads, sizes.head_dim
-    called = write_call(inputs.empty(1, *heads), inputs.empty(1, inputs.block_size, *heads))
+    """The keys and values of a step's rows into the cache, one block a row: read once, written once."""
+    heads = inputs.sizes.kv_heads, inputs.sizes.head_dim
 
-    def build(rows: int, kernel: str) -> Calls:
+    def make(rows: int) -> dict[str, Any]:
         step = inputs.step([(1, 1)] * rows)
-        new = [cache.flatten(0, 1)[step.metadata.slot_mapping].clone() for cache in (step.key_cache, step.value_cache)]
-        return [functools.partial(write_kv_cache, *new, step.key_cache, step.value_cache, step.metadata, kernel=kernel)]
+        caches = {"key_cache": step.key_cache, "value_cache": step.value_cache}
+        new = {n[: -len("_cache")]: c.flatten(0, 1)[step.metadata.slot_mapping].clone() for n, c in caches.items()}
+        return {**new, **caches, "metadata": step.metadata}
 
-    for rows in points.rows:
-        work = Work(kv_bytes=2 * rows * kv_bytes_per_token(inputs.config))  # read once, written once
-        yield Case(WRITE_KV, f"rows={rows}", *called, work, functools.partial(build, rows))
+    described = attention.write_call(inputs.empty(1, *heads), inputs.empty(1, inputs.block_size, *heads))
+    work = {rows: Work(kv_bytes=2 * rows * kv_bytes_per_token(inputs.config)) for rows in points.rows}
+    yield from _by_rows(WRITE_KV, attention.write_kv_cache, make, "rows={}", described, work)
 
 
 def route_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     """The top-k of a step's router logits."""
     experts, top_k = inputs.sizes.experts, inputs.sizes.top_k
 
-    def build(rows: int, kernel: str) -> Calls:
-        return [functools.partial(moe.route, inputs.normal(rows, experts), top_k, kernel=kernel)]
+    def make(rows: int) -> dict[str, Any]:
+        return {"router_logits": inputs.normal(rows, experts), "top_k": top_k}
 
-    for rows in points.rows:
-        work = Work(activation_bytes=rows * (experts * BF16_BYTES + top_k * 8))
-        called = route_call(inputs.dtype)
-        yield Case(ROUTE, f"rows={rows} of {experts}", *called, work, functools.partial(build, rows))
+    work = {rows: Work(activation_bytes=rows * (experts * BF16_BYTES + top_k * 8)) for rows in points.rows}
+    yield from _by_rows(ROUTE, moe.route, make, f"rows={{}} of {experts}", route_call(inputs.dtype), work)
 
 
 def expand_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     """Gate and up of the experts that so many tokens touch at most, from packed MXFP4 to a ring in bfloat16."""
-    config = inputs.config
-    experts, columns, depth = config.num_local_experts, 2 * config.intermediate_size, config.hidden_size
+    experts, depth, inner = inputs.experts
+    columns = 2 * inner
 
-    def build(slots: int, kernel: str) -> Calls:
-        weights = packed.pack(*random_mxfp4((experts, columns, depth), STD, inputs.generator), halves=True)
-        ids = torch.arange(slots, dtype=torch.int32, device=inputs.device)
-        ring = torch.empty(slots, depth, columns, dtype=torch.bfloat16, device=inputs.device)
-        return [functools.partial(packed.expand, weights, ids, ring, kernel=kernel)]
+    def make(slots: int) -> dict[str, Any]:
+        return {
+            "packed": packed.pack(
+                *cases.random_mxfp4((experts, columns, depth), cases.STD, inputs.generator), halves=True
+            ),
+            "experts": torch.arange(slots, dtype=torch.int32, device=inputs.device),
+            "out": torch.empty(slots, depth, columns, dtype=torch.bfloat16, device=inputs.device),
+        }
 
-    for slots in dict.fromkeys(min(experts, rows * config.num_experts_per_tok) for rows in points.rows):
-        work = Work(expert_bytes=slots * depth * columns * (mxfp4.BITS / 8 + BF16_BYTES))
-        called = signature(out=torch.bfloat16), {"quarter": packed.rows_of(columns) * columns}
-        yield Case(packed.EXPAND, f"{slots} of {experts} experts", *called, work, functools.partial(build, slots))
+    touched = dict.fromkeys(min(experts, rows * inputs.sizes.top_k) for rows in points.rows)
+    work = {slots: Work(expert_bytes=slots * depth * columns * (mxfp4.BITS / 8 + BF16_BYTES)) for slots in touched}
+    described = signature(out=torch.bfloat16), {"quarter": packed.rows_of(columns) * columns}
+    yield from _by_rows(packed.EXPAND, packed.expand, make, f"{{}} of {experts} experts", described, work)
 
 
 def experts_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     """The experts' MLPs of one layer for every format of the weights and number of tokens."""
-    config, dtype = inputs.config, inputs.dtype
-    experts, top_k = config.num_local_experts, config.num_experts_per_tok
-    sizes = {"num_experts": experts, "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    (experts, hidden, inner), top_k = inputs.experts, inputs.sizes.top_k
+    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": inner}
     for form, tokens in product(points.formats, points.rows):
-        one = expected_distinct(experts, top_k, tokens) * expert_bytes(config, form)
+        one = roofline.expected_distinct(experts, top_k, tokens) * roofline.expert_bytes(inputs.config, form)
         ids = routed_ids(max(rotation(one, inputs.device), FEWEST), tokens, experts, top_k)
         distinct = sum(each.unique().numel() for each in ids) / len(ids)
-        called = experts_call(tokens, dtype=dtype, weight=ROLES.get(form, dtype), top_k=top_k, **sizes)
-        work = experts_work(config, tokens, form, distinct)
+        weight = ROLES.get(form, inputs.dtype)
+        described = experts_call(tokens, dtype=inputs.dtype, weight=weight, top_k=top_k, **sizes)
+        work = roofline.experts_work(inputs.config, tokens, form, distinct)
         build = functools.partial(_experts, inputs, ids, form)
-        yield Case(EXPERTS, f"{form} of {experts} tokens={tokens}", *called, work, build)
+        yield Case(EXPERTS, f"{form} of {experts} tokens={tokens}", described, work, build)
 
 
 def routed_ids(sets: int, tokens: int, experts: int, top_k: int, seed: int = 0) -> torch.Tensor:
@@ -242,67 +229,54 @@ def _experts(inputs: Inputs, ids: torch.Tensor, form: str, kernel: str) -> Calls
     One layer's weights are larger than the cache already. But their addresses fit the tables that translate them, and
     a model's addresses do not.
     """
-    config, (tokens, top_k) = inputs.config, ids.shape[1:]
+    tokens, top_k = ids.shape[1:]
     layers = min(LAYERS, len(ids)) if inputs.device.type == "cuda" else 1
-    sizes = config.num_local_experts, config.hidden_size, config.intermediate_size
-    name = ROLES.get(form, str(inputs.dtype).removeprefix("torch."))
-    drawn = (random_experts(name, inputs.dtype, inputs.generator, *sizes) for _ in range(layers))
+    name = ROLES.get(form, inputs.dtype_name)
+    drawn = (cases.random_experts(name, inputs.dtype, inputs.generator, *inputs.experts) for _ in range(layers))
     stack = [moe.prepare_experts(weights, top_k=top_k, kernel=kernel) for weights in drawn]
     calls: Calls = []
     for number, each in enumerate(ids.to(inputs.device)):
-        hidden = inputs.normal(tokens, config.hidden_size)
+        hidden = inputs.normal(tokens, inputs.config.hidden_size)
         share = torch.softmax(torch.randn(tokens, top_k, device=inputs.device), dim=-1)
         calls.append(functools.partial(moe.expert_mlp, hidden, stack[number % layers], share, each))
     return calls
 
 
-def _described(operation: Operation, inputs: Inputs, rows: int) -> tuple[Described, Work]:
-    """How a call of one of the other operations is described, and its work."""
-    sizes, dtype, weight = inputs.sizes, inputs.dtype, inputs.empty
+def _described(mode: str, inputs: Inputs, rows: int) -> tuple[Described, Work]:
+    """How a call of a dense operation is described, and its work."""
+    sizes, dtype = inputs.sizes, inputs.dtype
     # the residual stream is float32: one reader of it and its norm
     stream = Work(activation_bytes=rows * sizes.hidden * (FP32_BYTES + BF16_BYTES))
-    if operation == QKV:
-        called = qkv_call(rows, dtype, weight(sizes.packed, sizes.hidden), dtype, sizes.head_dim)
-        keys = Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))
-        return called, linear_work(rows, sizes.hidden, sizes.packed) + keys
-    if operation == OUTPUT:
-        return output_call(rows, dtype, weight(sizes.hidden, sizes.query)), linear_work(rows, sizes.query, sizes.hidden)
-    if operation == ROUTER:
-        work = linear_work(rows, sizes.hidden, sizes.experts) + stream
-        return router_call(rows, dtype, weight(sizes.experts, sizes.hidden)), work
-    if operation == LOGITS:
-        called = logits_call(rows, dtype, weight(sizes.vocab, sizes.hidden))
-        return called, linear_work(rows, sizes.hidden, sizes.vocab)
-    if operation == ADD_NORM:  # both inputs read, the sum and its norm written
+    if mode == "add_norm":  # both inputs read, the sum and its norm written
         return (signature(hidden=dtype), {}), stream + stream
-    return (signature(logits=dtype), {}), Work(activation_bytes=rows * sizes.vocab * BF16_BYTES)
+    if mode == "greedy":
+        return (signature(logits=dtype), {}), Work(activation_bytes=rows * sizes.vocab * BF16_BYTES)
+    size, out, beside = {
+        "qkv": (sizes.hidden, sizes.packed, Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))),
+        "output": (sizes.query, sizes.hidden, Work()),
+        "router": (sizes.hidden, sizes.experts, stream),
+        "logits": (sizes.hidden, sizes.vocab, Work()),
+    }[mode]
+    cache = (dtype, sizes.head_dim) if mode == "qkv" else ()
+    described = getattr(dense_operations, f"{mode}_call")(rows, dtype, inputs.empty(out, size), *cache)
+    return described, linear_work(rows, size, out) + beside
 
 
-DENSE = {
-    QKV: dense.qkv,
-    OUTPUT: dense.output,
-    ROUTER: dense.router,
-    ADD_NORM: dense.add_norm,
-    LOGITS: dense.logits,
-    GREEDY: dense.greedy,
-}
+def dense_cases(mode: str, inputs: Inputs, points: Points) -> Iterator[Case]:
+    """A dense operation for every number of rows; each set of a rotation has separate tensors."""
 
-
-def dense_cases(operation: Operation, inputs: Inputs, points: Points) -> Iterator[Case]:
-    """One of these operations for every number of rows; each set of a rotation has separate tensors."""
-
-    def build(rows: int, sets: int, kernel: str) -> Calls:
-        run = DENSE[operation]
-        calls = [functools.partial(run, **inputs.dense(operation, rows), kernel=kernel) for _ in range(sets)]
-        if operation == LOGITS:  # into a buffer, as the engine does
-            out = torch.empty(rows, inputs.sizes.vocab, device=inputs.device, dtype=inputs.dtype)
-            calls = [functools.partial(call, out=out) for call in calls]
-        return calls
+    def make(rows: int) -> dict[str, Any]:
+        roles = dict.fromkeys(("hidden", "weight", "kv", "logits"), inputs.dtype_name)
+        made = DenseInputs(inputs.generator, roles, rows, inputs.sizes, mode != "router", edges=False)
+        # logits go into a buffer, as in the engine
+        out = torch.empty(rows, inputs.sizes.vocab, device=inputs.device, dtype=inputs.dtype)
+        return {**made.of(DENSE[mode]), **({"out": out} if mode == "logits" else {})}
 
     for rows in points.rows:
-        called, work = _described(operation, inputs, rows)
-        sets = rotation(work.bytes, inputs.device)
-        yield Case(operation, f"rows={rows}", *called, work, functools.partial(build, rows, sets))
+        described, work = _described(mode, inputs, rows)
+        sets, run = rotation(work.bytes, inputs.device), getattr(dense, mode)
+        calls = functools.partial(_rotation, run, functools.partial(make, rows), sets)
+        yield Case(DENSE[mode], f"rows={rows}", described, work, calls)
 
 
 CASES: dict[str, Callable[[Inputs, Points], Iterator[Case]]] = {
@@ -311,5 +285,5 @@ CASES: dict[str, Callable[[Inputs, Points], Iterator[Case]]] = {
     EXPERTS.name: experts_cases,
     ROUTE.name: route_cases,
     packed.EXPAND.name: expand_cases,
-    **{each.name: functools.partial(dense_cases, each) for each in DENSE},
+    **{operation.name: functools.partial(dense_cases, mode) for mode, operation in DENSE.items()},
 }

@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass
 from types import ModuleType
 
-from npu_gptoss.bench import compare, decode, engine, graphs, kernel, prefill, random_checkpoint, sweep, tables
+from npu_gptoss.bench import compare, decode, engine, kernel, random_checkpoint, sweep, tables
 from npu_gptoss.bench.session import Kind
 
 
@@ -31,7 +31,7 @@ ACTIONS = {
         "npu-gptoss bench decode --size 20b --batch 1 32 --json decode.json",
     ),
     "prefill": Action(
-        prefill.KIND,
+        engine.PREFILL,
         "Measure the time to the first token of one prompt.",
         "npu-gptoss bench prefill --size 20b --tokens 8192 --json prefill.json",
     ),
@@ -49,11 +49,6 @@ ACTIONS = {
         sweep,
         "Measure decode and prefill for each way to share the model among GPUs, with tables of speed and cost.",
         "npu-gptoss bench sweep --size 20b --layouts tp1 tp2 ep2 --out results",
-    ),
-    "graphs": Action(
-        graphs.KIND,
-        "Measure decode with graphs against without: times and tokens.",
-        "npu-gptoss bench graphs --size 20b --batch 1 --json graphs.json",
     ),
     "compare": Action(
         compare,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,14 +19,17 @@ import numpy as np
 import torch
 
 from npu_gptoss.bench import session
-from npu_gptoss.bench.measure import synchronize
-from npu_gptoss.bench.profile import kernels_of, recording
+from npu_gptoss.bench.measure import kernels_of, recording, synchronize
 from npu_gptoss.bench.roofline import decode_work
-from npu_gptoss.bench.routing import distinct_experts
 from npu_gptoss.bench.session import DoesNotFit, Running
 from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.engine.batch import pack
+from npu_gptoss.engine.device import kernels_for
 from npu_gptoss.engine.request import Request
+from npu_gptoss.engine.scheduler import Chunk
+from npu_gptoss.kernels.profiling import observing
 
+ROUTED = "topk_ids"  # the argument of every kernel of moe.experts that names the experts, [tokens, k]
 WARM_UP_STEPS = 4  # steady steps before the first that counts: graphs captured, kernels compiled and tuned
 DEFINITIONS = {
     "tpot_ms": "mean milliseconds between the ends of consecutive steps in which every request of the batch generates "
@@ -99,6 +102,51 @@ class SteadySteps:
     def run(self) -> DecodeRun:
         ends = self.ends[WARM_UP_STEPS:]
         return DecodeRun(tuple(later - earlier for earlier, later in pairwise(ends)), self.contexts, self.distinct)
+
+
+# --- the experts that a step's tokens are routed to
+
+
+class RoutingSeen:
+    """Keeps the number of distinct experts of each call that says which experts its tokens go to."""
+
+    def __init__(self) -> None:
+        self._ids: list[torch.Tensor] = []
+
+    def __call__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        ids = arguments.get(ROUTED)
+        if name.startswith("moe.experts") and isinstance(ids, torch.Tensor):
+            self._ids.append(ids.clone())  # a graph or the next layer may write to the same memory
+
+    def distinct(self, num_experts: int) -> tuple[int, ...]:
+        """Of each call, in order; ids outside the experts (of unwritten slots) do not count."""
+        return tuple(int(ids[(ids >= 0) & (ids < num_experts)].unique().numel()) for ids in self._ids)
+
+
+@torch.inference_mode()
+def distinct_experts(engine: Engine) -> tuple[int, ...] | None:
+    """Of each layer, in the engine's next step or the one on its way, computed once more without a graph.
+
+    Its rows are the newest token of every running request whose prompt is done. The scheduler is not asked: with a step
+    launched ahead it counts that token as computed. The step's own keys are written where the engine writes the same
+    ones, nothing else changes. None when the engine has nothing to run or its kernels do not show their routing.
+    """
+    chunks = [
+        Chunk(request, len(request.token_ids) - 1, len(request.token_ids))
+        for request in engine.scheduler.running
+        if request.num_generated and engine.scheduler.allocator.grow(request.block_ids, len(request.token_ids))
+    ]
+    if not chunks:
+        return None
+    seen = RoutingSeen()
+    with kernels_for(engine.device), observing(seen):
+        batch = pack(chunks, engine.block_size, engine.device)
+        engine.model.forward(batch.input_ids, batch.positions, engine.kv_caches, batch.metadata)
+    distinct = seen.distinct(engine.config.num_local_experts)
+    return distinct if len(distinct) == engine.config.num_hidden_layers else None
+
+
+# --- one point
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:

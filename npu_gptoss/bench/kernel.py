@@ -15,8 +15,7 @@ import torch
 
 from npu_gptoss.bench import session
 from npu_gptoss.bench.cases import CASES, Case, Inputs, Points
-from npu_gptoss.bench.measure import measure
-from npu_gptoss.bench.profile import device_kernels
+from npu_gptoss.bench.measure import device_kernels, measure
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config
 from npu_gptoss.bench.roofline import WEIGHT_BYTES, Ceilings, beside_floor
 from npu_gptoss.engine.device import kernels_for, limit_threads, resolve_device, resolve_dtype
@@ -109,11 +108,11 @@ def run_kernels(
 
     wanted: names of kernels or solutions; None: all but the definition.
     """
-    selected = explain(case.operation, case.signature, case.traits).selected
+    selected = explain(case.operation, *case.described).selected
     for kernel in registry.kernels_of(case.operation):
         if wanted is not None and kernel.name not in wanted and kernel.solution not in wanted:
             continue
-        if reasons := reasons_against(kernel, case.signature, case.traits, current_platform()):
+        if reasons := reasons_against(kernel, *case.described, current_platform()):
             yield kernel.name, "; ".join(reasons)
         elif kernel.priority == Priority.REFERENCE and wanted is None:
             yield kernel.name, "the definition, not made for speed; name it to measure it"

@@ -13,14 +13,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 WARM_UP = 3
 COLD_FACTOR = 3  # a rotation touches this many times the L2 cache
 MIN_SAMPLE_S = 0.2e-3  # shorter samples are lost in the clock's grain
 BUDGET_S = 2.0  # of all samples together; slow calls get fewer, but at least three
 FEWEST = 3
+NAME_LENGTH = 90  # of a kernel's name as reported: template arguments can take thousands of characters
+REPEATS = 3  # of a profiled call
+MOST = 16  # kernels in a record and in a table
 
 
 @dataclass(frozen=True)
@@ -122,3 +127,44 @@ def _event_samples(run: Callable[[], None], calls: int, samples: int) -> list[fl
 
     repeats = max(1, int(MIN_SAMPLE_S / max(once(1), 1e-6)) + 1)
     return [once(repeats) / repeats / calls for _ in range(samples)]
+
+
+# --- the device's kernels inside a call, from torch's profiler; on a CPU, torch's operators
+
+
+def device_kernels(run: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+    """The kernels of one `run`, as the mean of REPEATS."""
+    run()
+    synchronize(device)
+    with recording(device) as recorded:
+        for _ in range(REPEATS):
+            run()
+        synchronize(device)
+    return kernels_of(recorded, device, REPEATS)
+
+
+def recording(device: torch.device) -> profile:
+    """A profiler of the device's kernels; a context manager, or `start` and `stop`."""
+    return profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU])
+
+
+def kernels_of(recorded: profile, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """The name, calls and microseconds of the longest recorded kernels, divided by the number of repeats."""
+    time = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    events = [event for event in recorded.key_averages() if getattr(event, time) > 0]
+    if device.type == "cuda":
+        events = [event for event in events if str(event.device_type).endswith("CUDA")]
+    return [
+        {
+            "name": event.key[:NAME_LENGTH],
+            "calls": round(event.count / repeats, 2),
+            "us": round(getattr(event, time) / repeats, 2),
+        }
+        for event in sorted(events, key=lambda event: -getattr(event, time))[:MOST]
+    ]
+
+
+def profile_table(kernels: Sequence[dict[str, Any]]) -> str:
+    """Microseconds, calls and name of each kernel, for --profile."""
+    lines = [f"{'us':>10} {'calls':>7}  kernel"]
+    return "\n".join([*lines, *(f"{each['us']:10.1f} {each['calls']:7.1f}  {each['name']}" for each in kernels)])

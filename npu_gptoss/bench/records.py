@@ -40,7 +40,7 @@ class Kind:
     low: str = ""
     high: str = ""
     count: str = ""
-    spread: str = "not in these records"
+    spread: str = ""
 
 
 KINDS = {
@@ -62,7 +62,6 @@ KINDS = {
         count="samples",  # the row has its `spread` itself: (slowest - fastest) / median
         spread="half the distance from the fastest to the slowest sample",
     ),
-    "graphs": Kind(("model", "weights", "graphs", "batch", "context"), ("tpot_ms", "eager_tpot_ms")),
 }
 ABSENT = {"layout": "tp1"}  # the meaning of a field that another engine's or an early row lacks
 WHOLE = ("batch", "context", "prompt_tokens")

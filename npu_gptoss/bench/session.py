@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import profile, provenance, records
-from npu_gptoss.bench.measure import measure_ceilings
+from npu_gptoss.bench import provenance, records, roofline
+from npu_gptoss.bench.measure import measure_ceilings, profile_table
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, model_name, random_tensors
 from npu_gptoss.bench.roofline import NOMINAL, Ceilings, Work, beside_floor, dollars_per_million
-from npu_gptoss.bench.routing import expert_format
 from npu_gptoss.engine import Engine
 from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.device import limit_threads, resolve_device
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0, only_rank_0_speaks
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.dumping import tensors
 from npu_gptoss.model import assembly
 from npu_gptoss.model.config import CONFIG_NAME
 from npu_gptoss.model.sharding import EXPERT, TENSOR
@@ -214,7 +214,7 @@ def measure_kind(kind: Kind, running: Running) -> int:
         say(kind.line(row))
         if kind.profile is not None and running.args.profile:
             row["inside"] = kind.profile(running.engine, *point)
-            say(profile.table(row["inside"]))
+            say(profile_table(row["inside"]))
         kept.add(row)
     return kept.end()
 
@@ -284,3 +284,13 @@ def check_output(args: argparse.Namespace) -> None:
         raise InputError(f"--gpu-price must be a number from 0, got {args.gpu_price:g}")
     if getattr(args, "json", None) is not None:
         records.check_place(args.json)
+
+
+def expert_format(engine: Engine) -> str:
+    """The format of the first layer's experts in memory, by their bytes, as `roofline` names it."""
+    config, ranks = engine.config, engine.model.ranks
+    matrix, _ = roofline.expert_parameters(config)
+    held = [tensor.untyped_storage() for tensor in tensors(engine.model.layers[0].moe.experts.weights)]
+    total = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())  # views of one count once
+    each = total * (1 if ranks is None else ranks.shard.size) / (config.num_local_experts * matrix)
+    return min(roofline.WEIGHT_BYTES, key=lambda name: abs(roofline.WEIGHT_BYTES[name] - each))

@@ -158,7 +158,7 @@ def tune(site: Site, start: Row, device: torch.device) -> tuple[Row, float] | st
 
     kernel, cases = registry.kernels[site.kernel], list(cases_of(site, device))
     for case in cases:
-        if reasons := reasons_against(kernel, case.signature, case.traits, current_platform()):
+        if reasons := reasons_against(kernel, *case.described, current_platform()):
             return "; ".join(reasons)
     calls = [case.calls(site.kernel) for case in cases]
     return best(start, site.choices, timer(site.name, calls, device, (TritonError,)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata, paged_attention, write_kv_cache
 from npu_gptoss.attention.padding import with_slack
-from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
-from npu_gptoss.kernels import platform_override
+from npu_gptoss.kernels import Operation, platform_override
 from npu_gptoss.kernels.dumping import changed
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, mxfp4, quantize_fp8
 from npu_gptoss.moe.activation import LIMIT
@@ -349,133 +348,113 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class InputFactory:
-    """Random tensors of one call, float32 drawn and then rounded to the role's dtype.
+class DenseInputs:
+    """Makes the arguments of a dense operation, by the name of its mode: random float32, rounded to the role's dtype.
 
-    edges: with padding rows, ties, NaN, and router logits that rounding cannot reorder. Benchmarks go without.
+    delta: with the sum of the layer before. edges: with padding rows, ties, NaN, and router logits that rounding
+    cannot reorder; benchmarks go without.
     """
 
     generator: torch.Generator
     roles: Mapping[str, str]
+    rows: int
+    sizes: Sizes
+    delta: bool = True
     edges: bool = True
 
-    def normal(self, *shape: int, std: float = 1.0, role: str = "hidden") -> torch.Tensor:
-        drawn = torch.randn(shape, generator=self.generator, device=self.generator.device) * std
-        return drawn.to(getattr(torch, self.roles[role]))
+    def of(self, operation: Operation) -> dict[str, Any]:
+        return getattr(self, operation.mode)()
 
-    def stream(self, rows: int, hidden: int) -> torch.Tensor:
-        """A residual stream: always float32."""
-        return torch.randn(rows, hidden, generator=self.generator, device=self.generator.device) * 2.0
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.generator.device)
 
-    def matrix(self, out: int, inputs: int) -> torch.Tensor:
-        return self.normal(out, inputs, std=inputs**-0.5, role="weight")
+    def _normal(self, *shape: int, std: float = 1.0, role: str = "hidden") -> torch.Tensor:
+        return (self._floats(*shape) * std).to(getattr(torch, self.roles[role]))
 
-    def norm(self, hidden: int) -> torch.Tensor:
-        return torch.randn(hidden, generator=self.generator, device=self.generator.device) * 0.3 + 1.0
+    def _matrix(self, out: int, inputs: int) -> torch.Tensor:
+        return self._normal(out, inputs, std=inputs**-0.5, role="weight")
 
-    def cos_sin(self, positions: int, head_dim: int) -> torch.Tensor:
-        """Of any angles, with a scale as YaRN's; float32."""
-        angle = torch.rand(positions, head_dim // 2, generator=self.generator, device=self.generator.device) * 6.28
-        return torch.cat((angle.cos(), angle.sin()), -1) * 1.3
+    def _stream(self, rows: int) -> dict[str, Any]:
+        """A residual stream, always float32, and the norm after it."""
+        hidden = self.sizes.hidden
+        return {
+            "residual": self._floats(rows, hidden) * 2.0,
+            "delta": self._normal(rows, hidden) if self.delta else None,
+            "norm_weight": self._floats(hidden) * 0.3 + 1.0,
+            "eps": EPS,
+        }
 
+    def qkv(self) -> dict[str, Any]:
+        """The last of many rows are padding, with keys that are not stored; slots in any order; any angles, with a
+        scale as YaRN's."""
+        rows, sizes, device = self.rows, self.sizes, self.generator.device
+        real = rows if rows < 3 or not self.edges else rows - 2
+        blocks, stream = max(BLOCKS, rows), self._stream(rows)
+        angle = torch.rand(64, sizes.head_dim // 2, generator=self.generator, device=device) * 6.28
+        shape = (2, blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
+        caches = torch.full(shape, UNTOUCHED, dtype=getattr(torch, self.roles["kv"]), device=device)
+        slots = torch.randperm(blocks * BLOCK_SIZE, generator=self.generator, device=device)[:real]
+        table = torch.zeros(real, 1, dtype=torch.int32, device=device)
+        return {
+            **stream,
+            "weight": self._matrix(sizes.packed, sizes.hidden),
+            "bias": self._normal(sizes.packed, std=0.5),
+            "cos_sin": torch.cat((angle.cos(), angle.sin()), -1) * 1.3,
+            "positions": torch.randint(1, 64, (rows,), generator=self.generator, device=device),
+            "key_cache": caches[0],
+            "value_cache": caches[1].clone(),
+            "metadata": AttentionMetadata(tuple(range(real + 1)), (1,) * real, table, slots),
+        }
 
-def _stream(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    return {
-        "residual": make.stream(rows, sizes.hidden),
-        "delta": make.normal(rows, sizes.hidden) if delta else None,
-        "norm_weight": make.norm(sizes.hidden),
-        "eps": EPS,
-    }
+    def output(self) -> dict[str, Any]:
+        hidden, query = self.sizes.hidden, self.sizes.query
+        return {
+            "attended": self._normal(self.rows, query),
+            "weight": self._matrix(hidden, query),
+            "bias": self._normal(hidden, std=0.5),
+            "residual": self._floats(self.rows, hidden) * 2.0 if self.delta else None,
+        }
 
+    def router(self) -> dict[str, Any]:
+        """Keeps the rows with the largest gaps between the chosen logits: rounding must not change the choice."""
+        rows, sizes = self.rows, self.sizes
+        drawn = self._stream(12 * rows if self.edges else rows)
+        weight = self._normal(sizes.experts, sizes.hidden, std=2 * sizes.hidden**-0.5, role="weight")
+        made = {**drawn, "weight": weight, "bias": self._normal(sizes.experts), "top_k": sizes.top_k}
+        if not self.edges:
+            return made
+        stream = drawn["residual"] + (drawn["delta"].float() if self.delta else 0.0)
+        normed = stream / (stream.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * drawn["norm_weight"]
+        values = (normed @ weight.float().T + made["bias"].float()).sort(-1, descending=True).values
+        gaps = (values[:, :-1] - values[:, 1:])[:, : sizes.top_k].amin(-1)
+        kept = gaps.topk(rows).indices
+        live = torch.ones(rows, dtype=torch.int32)
+        if rows > 2:
+            live[-1] = 0
+        delta = drawn["delta"][kept] if self.delta else None
+        return {**made, "residual": drawn["residual"][kept], "delta": delta, "live": live}
 
-def _qkv(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """The last of many rows are padding, with keys that are not stored; slots in any order."""
-    real = rows if rows < 3 or not make.edges else rows - 2
-    kv, device, blocks = getattr(torch, make.roles["kv"]), make.generator.device, max(BLOCKS, rows)
-    stream = _stream(make, rows, sizes, delta)
-    cos_sin = make.cos_sin(64, sizes.head_dim)
-    shape = (2, blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
-    caches = torch.full(shape, UNTOUCHED, dtype=kv, device=device)
-    slots = torch.randperm(blocks * BLOCK_SIZE, generator=make.generator, device=device)[:real]
-    table = torch.zeros(real, 1, dtype=torch.int32, device=device)
-    return {
-        **stream,
-        "weight": make.matrix(sizes.packed, sizes.hidden),
-        "bias": make.normal(sizes.packed, std=0.5),
-        "cos_sin": cos_sin,
-        "positions": torch.randint(1, 64, (rows,), generator=make.generator, device=device),
-        "key_cache": caches[0],
-        "value_cache": caches[1].clone(),
-        "metadata": AttentionMetadata(tuple(range(real + 1)), (1,) * real, table, slots),
-    }
+    def add_norm(self) -> dict[str, Any]:
+        """The first row is small, so that epsilon counts."""
+        stream = self._stream(self.rows)
+        for name in ("residual", "delta"):
+            if stream[name] is not None:
+                stream[name][0] *= 1e-3
+        return {**stream, "dtype": getattr(torch, self.roles["hidden"])}
 
+    def logits(self) -> dict[str, Any]:
+        hidden = self.sizes.hidden
+        return {"normed": self._normal(self.rows, hidden), "weight": self._matrix(self.sizes.vocab, hidden)}
 
-def _output(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    return {
-        "attended": make.normal(rows, sizes.query),
-        "weight": make.matrix(sizes.hidden, sizes.query),
-        "bias": make.normal(sizes.hidden, std=0.5),
-        "residual": make.stream(rows, sizes.hidden) if delta else None,
-    }
-
-
-def _router(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """Keeps the rows with the largest gaps between the chosen logits: rounding must not change the choice."""
-    drawn = _stream(make, 12 * rows if make.edges else rows, sizes, delta)
-    shared = {
-        "norm_weight": drawn["norm_weight"],
-        "eps": EPS,
-        "weight": make.normal(sizes.experts, sizes.hidden, std=2 * sizes.hidden**-0.5, role="weight"),
-        "bias": make.normal(sizes.experts, std=1.0),
-        "top_k": sizes.top_k,
-    }
-    if not make.edges:
-        return {**drawn, **shared}
-    stream = drawn["residual"].float() + (drawn["delta"].float() if delta else 0.0)
-    normed = stream / (stream.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * shared["norm_weight"]
-    values = (normed @ shared["weight"].float().T + shared["bias"].float()).sort(-1, descending=True).values
-    gaps = (values[:, :-1] - values[:, 1:])[:, : sizes.top_k].amin(-1)
-    kept = gaps.topk(rows).indices
-    live = torch.ones(rows, dtype=torch.int32)
-    if rows > 2:
-        live[-1] = 0
-    picked = {"residual": drawn["residual"][kept], "delta": drawn["delta"][kept] if delta else None}
-    return {**picked, **shared, "live": live}
-
-
-def _add_norm(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """The first row is small, so that epsilon counts."""
-    stream = _stream(make, rows, sizes, delta)
-    for name in ("residual", "delta"):
-        if stream[name] is not None:
-            stream[name][0] *= 1e-3
-    return {**stream, "dtype": getattr(torch, make.roles["hidden"])}
-
-
-def _logits(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    return {"normed": make.normal(rows, sizes.hidden), "weight": make.matrix(sizes.vocab, sizes.hidden)}
-
-
-def _greedy(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """Equal largest logits in some rows, tokens that a grammar forbids, NaN and Inf."""
-    drawn, ninth = make.normal(rows, sizes.vocab, role="logits"), sizes.vocab // 9
-    if not make.edges:
+    def greedy(self) -> dict[str, Any]:
+        """Equal largest logits in some rows, tokens that a grammar forbids, NaN and Inf."""
+        rows, ninth = self.rows, self.sizes.vocab // 9
+        drawn = self._normal(rows, self.sizes.vocab, role="logits")
+        if self.edges:
+            for row in range(0, rows, 2):
+                drawn[row, [ninth * 8, ninth * 5, ninth * 7]] = 9.0
+            for row, value in zip(range(1, rows, 3), (math.nan, math.inf), strict=False):
+                drawn[row, ninth * 6] = value
+            drawn[2::5, : ninth * 7] = drawn[2::5, ninth * 7 + 1 :] = -math.inf
+            drawn[10:11] = -math.inf
         return {"logits": drawn}
-    for row in range(0, rows, 2):
-        drawn[row, [ninth * 8, ninth * 5, ninth * 7]] = 9.0
-    for row, value in zip(range(1, rows, 3), (math.nan, math.inf), strict=False):
-        drawn[row, ninth * 6] = value
-    drawn[2::5, : ninth * 7] = drawn[2::5, ninth * 7 + 1 :] = -math.inf
-    drawn[10:11] = -math.inf
-    return {"logits": drawn}
-
-
-# (make, rows, sizes, with the sum of the layer before) -> the arguments of the public operation
-DENSE_INPUTS: dict[str, Callable[[InputFactory, int, Sizes, bool], dict[str, Any]]] = {
-    QKV.name: _qkv,
-    OUTPUT.name: _output,
-    ROUTER.name: _router,
-    ADD_NORM.name: _add_norm,
-    LOGITS.name: _logits,
-    GREEDY.name: _greedy,
-}

@@ -22,10 +22,9 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
-from npu_gptoss.verify import compiled, replay, side_by_side
+from npu_gptoss.verify import compiled, replay, runner
 from npu_gptoss.verify.compare import KNOWN, PASSED, Result
-from npu_gptoss.verify.runner import Report, targets
-from npu_gptoss.verify.side_by_side import one_thread
+from npu_gptoss.verify.runner import Report, one_thread, targets
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
 
@@ -53,23 +52,28 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--jobs must be 1 or more, got {args.jobs}")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise InputError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+    if args.compile and (args.mutate or args.device not in (AUTO, "cpu")):
+        raise InputError("verify --compile takes no --mutate, since it mutates sources itself, and no --device but cpu")
     load_kernels()
-    if args.compile:
-        return run_compiled(args)
-    device = resolve_device(args.device)
+    device = resolve_device("cpu" if args.compile else args.device)
     if args.replay is not None:
         return run_replay(args.replay, device)
     with kernels_for(device), torch.inference_mode(), one_thread():
-        found, elsewhere = targets(device, args.filter)
+        options = {"seed": args.seed, "cases": args.cases}
+        if args.compile:  # on a made-up platform
+            found, elsewhere = compiled.ascend_kernels(args.filter), {}
+            made = (compiled.verify_compiled(target, **options) for target in found)
+        else:
+            found, elsewhere = targets(device, args.filter)
+            made = runner.reports(found, device, args.jobs, **options, mutate=args.mutate)
         print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
         reports, started = [], time.monotonic()
-        options = {"seed": args.seed, "cases": args.cases, "mutate": args.mutate}
-        for report in side_by_side.reports(found, device, args.jobs, **options):
+        for report in made:
             reports.append(report)
             print("\n".join(lines(report, args)), flush=True)
         if args.json is not None:
-            found = json.dumps(record(args, device, reports, elsewhere), indent=1, allow_nan=False)
-            write_atomically(args.json.absolute(), f"{found}\n".encode())
+            text = json.dumps(record(args, device, reports, elsewhere), indent=1, allow_nan=False)
+            write_atomically(args.json.absolute(), f"{text}\n".encode())
     print(summary(reports, elsewhere, time.monotonic() - started))
     return 0 if all(report.ok for report in reports) else 1
 
@@ -96,25 +100,6 @@ def _size(found: Result) -> str:
     return f"{found.error:.2g} of the tolerance" if isfinite(found.error) else "no number to compare"
 
 
-def run_compiled(args: argparse.Namespace) -> int:
-    """`--compile`: its steps need no device, and no platform but a CPU."""
-    if args.mutate or args.device not in (AUTO, "cpu"):
-        raise InputError("verify --compile takes no --mutate, since it mutates sources itself, and no --device but cpu")
-    found, reports, started = compiled.ascend_kernels(args.filter), [], time.monotonic()
-    with torch.inference_mode(), one_thread():
-        for target in found:
-            report = compiled.verify_compiled(target, seed=args.seed, cases=args.cases)
-            reports.append(report)
-            print("\n".join(compiled.lines(report)), flush=True)
-    if args.json is not None:
-        found = json.dumps({"seed": args.seed, "kernels": [compiled.record(r) for r in reports]}, indent=1)
-        write_atomically(args.json.absolute(), f"{found}\n".encode())
-    wrong = [report.kernel for report in reports if not report.ok]
-    print(f"{len(reports)} kernels in {time.monotonic() - started:.0f} s")
-    print(f"wrong: {', '.join(wrong)}" if wrong else "all right")
-    return 1 if wrong else 0
-
-
 def lines(report: Report, args: argparse.Namespace) -> list[str]:
     """One line for a right kernel; for a wrong one the worst elements and the command that shows them again."""
     target, calls = report.target, report.calls
@@ -135,7 +120,8 @@ def lines(report: Report, args: argparse.Namespace) -> list[str]:
     if len(bad) > SHOWN:
         text.append(f"     and {len(bad) - SHOWN} more calls; --json FILE has them all")
     if bad:
-        text.append(f"     again: npu-gptoss verify {target.name} --seed {args.seed} --cases {args.cases}")
+        compiling = " --compile" if args.compile else ""
+        text.append(f"     again: npu-gptoss verify{compiling} {target.name} --seed {args.seed} --cases {args.cases}")
     return text + _mistake_lines(report)
 
 
@@ -145,7 +131,8 @@ def _mistake_lines(report: Report) -> list[str]:
     caught = {m.name for m in report.mutations if m.caught_by}
     missed = [m for m in report.mutations if not m.ok]
     never = sorted({m.name for m in report.mutations} - caught - {m.name for m in missed})
-    text = [f"       {len(caught)} mistakes caught: {', '.join(sorted(caught))}"]
+    # mutations of a source are many, and their names are lines of it
+    text = [f"       {len(caught)} mistakes caught" + ("" if report.details else f": {', '.join(sorted(caught))}")]
     text += [f"       not for this kernel: {', '.join(never)}"] if never else []
     text += [
         f"     NOT CAUGHT: {m.name} ({m.dtypes}): at most {m.error:.2g} of the tolerance in any call" for m in missed
@@ -182,6 +169,7 @@ def record(
                 "mistakes": [_finite(asdict(mistake)) for mistake in report.mutations],
                 "objections": report.reasons,
                 "notes": report.notes,
+                **report.details,
             }
             for report in reports
         ],

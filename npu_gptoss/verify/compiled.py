@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,62 +27,14 @@ from npu_gptoss.kernels.registry import registry
 from npu_gptoss.verify.calls import Call, CallSpec, specs_of
 from npu_gptoss.verify.cases import on
 from npu_gptoss.verify.checks import CHECKS
-from npu_gptoss.verify.compare import PASSED
-from npu_gptoss.verify.runner import Report, Target, fitting, matches, verify
+from npu_gptoss.verify.runner import MutationResult, Report, Target, fitting, matches, verify
 from npu_gptoss.verify.source_mutations import EQUIVALENT, source_mutations
 
 CPU = torch.device("cpu")
 ASCEND = Platform("ascend", frozenset({"torch_npu", "triton", TRITON_FOR_ASCEND}))
+INTERPRETER, LOWERED = "interpreter", "lowered"  # the steps that call a kernel, before the names of their calls
 SECONDS = 60  # of one mutation: then it is caught, because it does not end
 DOUBLINGS = 8  # of a constant, until the compiler refuses it
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One program, as a call of a kernel needed it. plan: of `ascend_emulator.compiler.planner`."""
-
-    program: str
-    plan: Any
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The first doubled value of a constant that the compiler refuses; "" when none was."""
-
-    constant: str
-    used: int
-    value: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class MutatedSource:
-    """seen: by which call, or how else. equivalent: why it computes the same."""
-
-    name: str
-    seen: str
-    equivalent: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.seen) != bool(self.equivalent)
-
-
-@dataclass
-class CompiledReport:
-    """Of one kernel. interpreted, lowered: its calls, by the interpreter and on this CPU."""
-
-    kernel: str
-    interpreted: Report
-    lowered: Report
-    compiled: list[Compiled] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    mutations: list[MutatedSource] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        accepted = self.compiled and not any(one.plan.refusal for one in self.compiled)
-        return bool(self.interpreted.ok and self.lowered.ok and accepted and all(m.ok for m in self.mutations))
 
 
 def ascend_kernels(wanted: str | None) -> list[Target]:
@@ -105,33 +57,51 @@ def _in_triton(module: str) -> bool:
     return spec is not None and spec.origin is not None and "@triton.jit" in Path(spec.origin).read_text()
 
 
-def verify_compiled(target: Target, *, seed: int, cases: int) -> CompiledReport:
-    """All steps of one kernel. Raises InputError where the compiler is not installed."""
-    launches = compiler("launches")
+def verify_compiled(target: Target, *, seed: int, cases: int) -> Report:
+    """All steps of one kernel. Raises InputError where the compiler is not installed.
+
+    details: `programs`, with the plan of `ascend_emulator.compiler.planner`, and `refused`, the first doubled value of
+    each constant that the compiler refuses ("" as its reason when none was).
+    """
+    launches, report = compiler("launches"), Report(target)
     made: dict[Any, Any] = {}
-    settings = {"seed": seed, "cases": cases, "ledger": ()}
     with platform_override(ASCEND):
-        with launches.launching(launches.lowered(made)):
-            lowered = verify(target, CPU, **settings)
-        with launches.launching(launches.interpreted):
-            interpreted = verify(target, CPU, **settings)
-        report = CompiledReport(target.name, interpreted, lowered)
-        if not lowered.ok:
+        for step, launcher in ((LOWERED, launches.lowered(made)), (INTERPRETER, launches.interpreted)):
+            with launches.launching(launcher):
+                found = verify(target, CPU, seed=seed, cases=cases, ledger=())
+            report.calls += [replace(result, call=f"{step}, {result.call}") for result in found.calls]
+            report.reasons += [f"{step}: {reason}" for reason in found.reasons]
+        if any(call.wrong for call in report.calls if call.call.startswith(LOWERED)):
             return report  # neither a plan nor a mutation says anything of a kernel that is wrong
         plan = compiler("planner").plan
         planned = [(key[0], one.program, plan(one.program)) for key, one in made.items()]
-        report.compiled += [Compiled(str(program), found) for _, program, found in planned]
-        report.refused += _first_refused(planned)
-        kept = [
+        refused = list(_first_refused(planned))
+        report.details = {
+            "programs": [{"program": str(program), "plan": asdict(found)} for _, program, found in planned],
+            "refused": refused,
+        }
+        for _, program, found in planned:
+            kept = report.reasons if found.refusal else report.notes
+            kept.append(f"{program}: {_planned(found)}")
+        if not planned:
+            report.reasons.append("no program was compiled")
+        report.notes += [
+            "{constant}={used} is used, ".format(**one)
+            + ("{value} is refused: {reason}" if one["reason"] else "nothing up to {value} is refused").format(**one)
+            for one in refused
+        ]
+        calls = [
             (call, target.check.definition(call.inputs), spec)
             for spec in specs_of(target.kernel, target.check, seed, cases)
             for call in fitting(target, target.check.calls(spec), spec)
         ]
         for kernel in dict.fromkeys(key[0] for key in made):
             for mutation in source_mutations(kernel.src):
-                seen = _in_a_child(lambda m=mutation, k=kernel: _first_wrong(target, kept, {k.__name__: m.source}))
-                reason = EQUIVALENT.get((kernel.__name__, mutation.name), "")
-                report.mutations.append(MutatedSource(mutation.name, seen, reason))
+                seen = _in_a_child(lambda m=mutation, k=kernel: _first_wrong(target, calls, {k.__name__: m.source}))
+                same = (kernel.__name__, mutation.name) in EQUIVALENT
+                report.mutations.append(MutationResult(mutation.name, "source", seen, not same, 0.0))
+                if seen and same:
+                    report.reasons.append(f"caught, and stated as equivalent: {mutation.name} ({seen})")
     return report
 
 
@@ -152,7 +122,7 @@ def compiler(module: str) -> Any:
     return found
 
 
-def _first_refused(planned: Sequence[tuple[Any, Any, Any]]) -> Iterator[Refused]:
+def _first_refused(planned: Sequence[tuple[Any, Any, Any]]) -> Iterator[dict[str, Any]]:
     """planned: kernels, programs and plans. Of the program that takes the most memory, each constant doubled until
     the compiler refuses."""
     planner, lowering = compiler("planner"), compiler("lowering")
@@ -171,7 +141,7 @@ def _first_refused(planned: Sequence[tuple[Any, Any, Any]]) -> Iterator[Refused]
                 reason = str(error)
             if reason:
                 break
-        yield Refused(name, used, value, reason)
+        yield {"constant": name, "used": used, "value": value, "reason": reason}
 
 
 def _first_wrong(target: Target, kept: list[tuple[Call, Any, CallSpec]], changed: Mapping[str, str]) -> str:
@@ -210,48 +180,6 @@ def _in_a_child(work: Callable[[], str]) -> str:
     if status == -signal.SIGALRM:
         return f"it does not end within {SECONDS} s"
     return said if status == 0 else f"it ends its process with {status}"
-
-
-def lines(report: CompiledReport) -> list[str]:
-    """One line a step; for a wrong step the calls that show it."""
-    text = [f"{'ok' if report.ok else 'FAIL':<4} {report.kernel}"]
-    for step, found in (("interpreter", report.interpreted), ("lowered, on this CPU", report.lowered)):
-        bad = [call for call in found.calls if call.state != PASSED]
-        text.append(f"       {step}: {len(found.calls) - len(bad)} of {len(found.calls)} calls as the definition")
-        text += [f"         {reason}" for reason in found.reasons]
-        text += [f"         {call.state}: {call.call}: {' | '.join(call.lines)}" for call in bad[:3]]
-    for one in report.compiled:
-        text.append(f"       {one.program}: {_planned(one.plan)}")
-    for one in report.refused:
-        said = f"{one.value} is refused: {one.reason}" if one.reason else f"nothing up to {one.value} is refused"
-        text.append(f"       {one.constant}={one.used} is used, {said}")
-    if report.mutations:
-        equal = [m for m in report.mutations if m.equivalent and not m.seen]
-        caught = sum(bool(m.seen) for m in report.mutations)
-        text.append(
-            f"       {caught} of {len(report.mutations)} mutations of its source caught, "
-            f"{len(equal)} compute the same for a stated reason"
-        )
-    for mutation in report.mutations:
-        if not mutation.ok and mutation.seen:
-            text.append(f"     CAUGHT, and stated as equivalent: {mutation.name} ({mutation.seen})")
-        elif not mutation.ok:
-            text.append(f"     NOT CAUGHT: {mutation.name}")
-    return text
-
-
-def record(report: CompiledReport) -> dict[str, Any]:
-    """For `--json`."""
-    parts = {"programs": report.compiled, "refused": report.refused, "mutations": report.mutations}
-    return {
-        "kernel": report.kernel,
-        "ok": report.ok,
-        **{
-            name: [{"call": call.call, "state": call.state, "lines": call.lines} for call in step.calls]
-            for name, step in (("interpreted", report.interpreted), ("lowered", report.lowered))
-        },
-        **{name: [asdict(part) for part in found] for name, found in parts.items()},
-    }
 
 
 def _planned(plan: Any) -> str:

@@ -13,7 +13,7 @@ from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT
 from npu_gptoss.kernels import Operation
 from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.verify.calls import Call, CallSpec, Check
-from npu_gptoss.verify.cases import DENSE_INPUTS, UNTOUCHED, InputFactory, Inputs, Sizes
+from npu_gptoss.verify.cases import UNTOUCHED, DenseInputs, Inputs, Sizes
 from npu_gptoss.verify.compare import Outputs
 
 HEAD_DIMS = (64, 16, 128, 32)
@@ -54,8 +54,8 @@ def dense_calls(spec: CallSpec, operation: Operation, large: Sequence[Mapping[st
     for number, (name, rows, sizes, delta) in enumerate(plans):
         if operation == GREEDY:  # more logits than one program of a kernel takes
             sizes = dataclasses.replace(sizes, vocab=9 * sizes.vocab)
-        make = InputFactory(torch.Generator().manual_seed(spec.seed * 1000 + number), spec.roles)
-        inputs = DENSE_INPUTS[operation.name](make, rows, sizes, delta)
+        generator = torch.Generator().manual_seed(spec.seed * 1000 + number)
+        inputs = DenseInputs(generator, spec.roles, rows, sizes, delta).of(operation)
         yield Call(name, inputs, _traits(operation, inputs))
 
 

@@ -63,7 +63,7 @@ def test_a_point_that_is_named_twice_is_measured_once(directory, tmp_path):
     assert len(points) == len(set(points)) > 0
 
 
-@pytest.mark.parametrize("words", [("decode", "--size", "20b"), ("kernel",), ("graphs", "--size", "20b")])
+@pytest.mark.parametrize("words", [("decode", "--size", "20b"), ("kernel",)])
 def test_unwritable_place_is_refused_before_measuring(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "ceilings_of", None)  # measuring would raise
     (tmp_path / "file").touch()
@@ -198,7 +198,7 @@ def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):
         ("decode", "--size", "20b", "--batch", 1, 0),
         ("decode", "--size", "20b", "--steps", 0),
         ("prefill", "--size", "20b", "--max-batch-tokens", -1),
-        ("graphs", "--size", "20b", "--context", "many"),
+        ("decode", "--size", "20b", "--context", "many"),
         ("engine", "--size", "20b", "--out", "x", "--repeats", 0),
         ("sweep", "--size", "20b", "--out", "x", "--tokens", "1.5"),
         ("kernel", "--block-size", 0),

@@ -141,17 +141,6 @@ def test_files_of_different_measurements_are_refused():
         compare.compare(content(decode_row(1.0)), content(decode_row(1.0, batch=1)))
 
 
-def test_graphs_have_two_times_of_unknown_spread():
-    row = {"model": "20b", "weights": "mxfp4", "graphs": "full", "batch": 1, "context": 20, "tpot_ms": 2.0}
-    old, new = (content({**row, "eager_tpot_ms": eager}, what="graphs") for eager in (3.0, 4.0))
-    found = compare.compare(old, new)
-    assert [(each.measure, each.verdict, each.assumed) for each in found] == [
-        ("tpot_ms", WITHIN_NOISE, True),
-        ("eager_tpot_ms", SLOWER, True),
-    ]
-    assert len(compare.compare(content(row, what="graphs"), new)) == 1
-
-
 # -- the command, on committed records
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from npu_gptoss.bench import decode, routing
+from npu_gptoss.bench import decode
 from npu_gptoss.bench.decode import WARM_UP_STEPS, DecodeRun, SteadySteps, run_decode
 from npu_gptoss.bench.roofline import H200
 from npu_gptoss.bench.session import Running
@@ -72,14 +72,14 @@ def test_counting_experts_does_not_change_the_tokens(engine):
     prompt, params = [[5, 6, 7] * 9], SamplingParams(max_tokens=8, ignore_eos=True)
     want = engine.generate(prompt, params)[0].token_ids
     seen = []
-    got = engine.generate(prompt, params, on_step=lambda r: seen.append(routing.distinct_experts(engine)))
+    got = engine.generate(prompt, params, on_step=lambda r: seen.append(decode.distinct_experts(engine)))
     assert got[0].token_ids == want
     assert seen[:-1] == [(4, 4)] * 7, "one token takes four experts in each of the two layers"
     assert seen[-1] is None, "nothing runs after the last step"
 
 
 def test_distinct_experts_count_once_and_unwritten_slots_do_not():
-    seen = routing.RoutingSeen()
+    seen = decode.RoutingSeen()
     seen("moe.experts.any", {"topk_ids": torch.tensor([[0, 1], [1, 2], [-1, 9]])})
     seen("moe.route.any", {"topk_ids": torch.tensor([[5]])})
     seen("moe.experts.any", {"hidden": 1})

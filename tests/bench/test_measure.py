@@ -8,28 +8,15 @@ import pytest
 import torch
 
 from npu_gptoss.bench import measure as module
-from npu_gptoss.bench import profile
-from npu_gptoss.bench.measure import measure, measure_ceilings, rotation, timing_of
+from npu_gptoss.bench.measure import measure, rotation
 
 CPU = torch.device("cpu")
-
-
-def test_the_median_is_reported_not_the_fastest():
-    timing = timing_of([3.0, 1.0, 2.0, 9.0, 2.5], "by hand")
-    assert (timing.median_s, timing.min_s, timing.max_s, timing.samples) == (2.5, 1.0, 9.0, 5)
-    assert timing.spread == pytest.approx(8 / 2.5)
 
 
 def test_a_call_of_known_length_is_timed_as_such():
     timing = measure([lambda: time.sleep(0.01)] * 2, CPU, samples=3)
     assert 0.0095 < timing.median_s < 0.02, "the time of one call, not of the rotation"
     assert "2 sets of tensors" in timing.method
-
-
-def test_warming_up_is_not_timed():
-    durations = iter([0.3, 0.0])
-    timing = measure([lambda: time.sleep(next(durations, 0.002))], CPU, samples=3)
-    assert timing.max_s < 0.1
 
 
 def test_slow_calls_get_fewer_samples(monkeypatch):
@@ -47,12 +34,6 @@ def test_a_rotation_exceeds_the_cache(monkeypatch):
     assert rotation(1e9, cuda) == 1
     assert rotation(1, cuda) == 64, "tiny tensors do not make endless rotations"
     assert rotation(1, CPU) == 1
-
-
-def test_ceilings_are_positive_on_any_machine():
-    moved, computed = measure_ceilings(CPU)
-    assert moved > 1e8
-    assert computed > 1e7
 
 
 @pytest.mark.cuda
@@ -84,9 +65,9 @@ def test_kernels_of_a_call_are_the_devices_own_and_a_mean(monkeypatch):
 
     events = [event("short", "CUDA", 3, 6.0), event("aten::mul", "CPU", 3, 99.0), event("x" * 200, "CUDA", 6, 60.0)]
     recorded = nullcontext(SimpleNamespace(key_averages=lambda: [*events, event("empty", "CUDA", 3, 0.0)]))
-    monkeypatch.setattr(profile, "profile", lambda **_: recorded)
-    monkeypatch.setattr(profile, "synchronize", lambda device: None)
-    assert profile.device_kernels(lambda: None, torch.device("cuda")) == [
-        {"name": "x" * profile.NAME_LENGTH, "calls": 2.0, "us": 20.0},
+    monkeypatch.setattr(module, "profile", lambda **_: recorded)
+    monkeypatch.setattr(module, "synchronize", lambda device: None)
+    assert module.device_kernels(lambda: None, torch.device("cuda")) == [
+        {"name": "x" * module.NAME_LENGTH, "calls": 2.0, "us": 20.0},
         {"name": "short", "calls": 1.0, "us": 2.0},
     ]

@@ -6,7 +6,6 @@ from npu_gptoss.bench import roofline
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.bench.roofline import (
     H200,
-    Work,
     decode_work,
     dollars_per_million,
     expected_distinct,
@@ -98,11 +97,6 @@ def test_experts_are_counted_not_expected_where_their_number_is_known():
 )
 def test_distinct_experts_of_uniform_routing(experts, tokens, expected):
     assert expected_distinct(experts, 4, tokens) == pytest.approx(expected, abs=0.05)
-
-
-def test_the_floor_is_the_larger_of_the_two_times():
-    assert Work(dense_bytes=4.8e12, flops=1.0).floor_s(H200) == pytest.approx(1.0)
-    assert Work(dense_bytes=1.0, flops=2 * 790e12).floor_s(H200) == pytest.approx(2.0)
 
 
 def test_a_million_tokens_cost_the_time_that_they_take():

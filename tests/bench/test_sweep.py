@@ -15,18 +15,12 @@ import torch
 
 from npu_gptoss.bench import records, sweep, tables
 from npu_gptoss.cli import main
-from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 CUDA = torch.device("cuda")
 
 
 def layouts(*names: str) -> list[sweep.Layout]:
     return [sweep.layout(name) for name in names]
-
-
-def test_a_layout_is_named_by_how_and_how_many():
-    assert layouts("tp1", "tp2", "ep4") == [sweep.Layout(1, TENSOR), sweep.Layout(2, TENSOR), sweep.Layout(4, EXPERT)]
-    assert [each.name for each in layouts("tp1", "tp16", "ep8")] == ["tp1", "tp16", "ep8"]
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp", "tp0", "2", "ep1", "tp2x", "tp-2"])
@@ -89,14 +83,6 @@ def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
         "| 8 | 250 tok/s, $0.417 | 500 tok/s, $0.830 |",
         "",
     ]
-
-
-def test_other_models_formats_and_contexts_have_separate_tables():
-    changes = ({}, {"model": "120b"}, {"weights": "bf16"}, {"context": 1024})
-    lines = tables.tables_of("decode", [decode_row("tp1", 1, 1.0, 1.0, **change) for change in changes])
-    assert len({line for line in lines if line.startswith("Decode")}) == 4
-    lines = tables.tables_of("prefill", [prefill_row("tp1", 9, 1.0, 1.0, **change) for change in changes[:3]])
-    assert len({line for line in lines if line.startswith("Prefill")}) == 3
 
 
 def run(directory: Path, out: Path, *names: str) -> int:

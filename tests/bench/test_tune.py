@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_gptoss.bench import tune
-from npu_gptoss.bench.tune import SITES, best, cases_of, same, timer
+from npu_gptoss.bench.tune import SITES, best, cases_of, timer
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
@@ -64,11 +64,6 @@ def test_tile_with_other_results_or_none_is_never_the_best(stages: int, kept: bo
     assert math.isfinite(time({**row, "stages": stages})) == kept
 
 
-def test_nan_is_not_the_same() -> None:
-    assert same([torch.ones(2)], [torch.ones(2)])
-    assert not same([torch.tensor([math.nan, 1.0])], [torch.ones(2)])
-
-
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
 def test_a_tile_is_measured_with_a_kernel_and_sizes_that_read_it(site: tune.Site) -> None:
     """On an H200; the sizes at which a tile counts are in its name or are the kernel's."""
@@ -79,7 +74,7 @@ def test_a_tile_is_measured_with_a_kernel_and_sizes_that_read_it(site: tune.Site
     with platform_override(SUPPORTED["cuda"]):
         for case in cases:
             kernel = registry.kernels[site.kernel]
-            assert reasons_against(kernel, case.signature, case.traits, SUPPORTED["cuda"]) == ()
+            assert reasons_against(kernel, *case.described, SUPPORTED["cuda"]) == ()
 
 
 def test_the_sizes_that_are_measured_read_the_tile_of_the_name() -> None:

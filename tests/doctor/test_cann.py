@@ -63,33 +63,23 @@ def test_versions_are_taken_apart(text, series, release, prerelease):
 
 
 @pytest.mark.parametrize(
-    ("version", "state", "phrase"),
-    [
-        ("8.3.RC1", "warning", "take 8.3.RC2"),
-        ("8.3.RC2", "ok", "CANN 8.3.RC2"),
-        ("8.3.RC1.alpha003", "failed", "an alpha build: its attention operator fails on sinks"),
-        ("8.3.RC2.alpha001", "failed", "alpha build"),
-        ("8.2.RC1", "failed", "older than 8.3.RC1, the first whose attention operator takes gpt-oss's sinks"),
-        ("8.2.RC1.alpha003", "failed", "older than 8.3.RC1"),
-        ("7.0.0", "failed", "Install CANN 8.3.RC2"),
-        ("8.3.RC3", "warning", "not one of 8.3.RC1, 8.3.RC2"),
-        ("8.5.0", "failed", "leaves out the attention sinks"),
-        ("8.5.1", "failed", "CANN 9.1.0 with vllm-ascend 0.23.0 and torch-npu 2.10.0.post4"),
-        ("9.0.1", "failed", "CANN 8.3.RC2 with vllm-ascend 0.11.0 and torch-npu 2.7.1"),
-        ("9.0.0", "failed", "129 keys"),
-        ("9.2.0", "failed", "0.27.1rc1 to 0.30.0rc2"),
-        ("9.3.0", "warning", "not one of 8.3.RC1, 8.3.RC2"),
-        ("T63", "warning", "no version that can be compared"),
-    ],
-)
-def test_cann(tmp_path, version, state, phrase):
-    home = install_toolkit(tmp_path / "cann", version)
-    only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home))), state, phrase)
-
-
-@pytest.mark.parametrize(
     ("version", "packages", "state", "phrase"),
     [
+        ("8.3.RC1", ASCEND_PACKAGES, "warning", "take 8.3.RC2"),
+        ("8.3.RC2", ASCEND_PACKAGES, "ok", "CANN 8.3.RC2"),
+        ("8.3.RC1.alpha003", ASCEND_PACKAGES, "failed", "an alpha build: its attention operator fails on sinks"),
+        ("8.3.RC2.alpha001", ASCEND_PACKAGES, "failed", "alpha build"),
+        ("8.2.RC1.alpha003", ASCEND_PACKAGES, "failed", "older than 8.3.RC1, the first whose attention operator"),
+        ("7.0.0", ASCEND_PACKAGES, "failed", "Install CANN 8.3.RC2"),
+        ("8.3.RC3", ASCEND_PACKAGES, "warning", "not one of 8.3.RC1, 8.3.RC2"),
+        ("8.5.0", ASCEND_PACKAGES, "failed", "leaves out the attention sinks"),
+        ("8.5.1", ASCEND_PACKAGES, "failed", "CANN 9.1.0 with vllm-ascend 0.23.0 and torch-npu 2.10.0.post4"),
+        ("9.0.1", ASCEND_PACKAGES, "failed", "CANN 8.3.RC2 with vllm-ascend 0.11.0 and torch-npu 2.7.1"),
+        ("9.0.0", ASCEND_PACKAGES, "failed", "129 keys"),
+        ("9.2.0", ASCEND_PACKAGES, "failed", "0.27.1rc1 to 0.30.0rc2"),
+        ("9.3.0", ASCEND_PACKAGES, "warning", "not one of 8.3.RC1, 8.3.RC2"),
+        ("T63", ASCEND_PACKAGES, "warning", "no version that can be compared"),
+        # compared with the stack above it
         ("9.1.0", ASCEND_9_1_PACKAGES, "ok", "CANN 9.1.0"),
         ("9.1.0", {}, "ok", "CANN 9.1.0"),  # nothing else is installed yet
         ("9.1.0", ASCEND_PACKAGES, "warning", "not one of 8.3.RC1, 8.3.RC2"),
@@ -99,7 +89,7 @@ def test_cann(tmp_path, version, state, phrase):
         ("9.1.0.pre", ASCEND_9_1_PACKAGES, "ok", "CANN 9.1.0"),
     ],
 )
-def test_cann_is_compared_with_the_stack_above_it(tmp_path, version, packages, state, phrase):
+def test_cann(tmp_path, version, packages, state, phrase):
     home = install_toolkit(tmp_path / "cann", version)
     write(tmp_path / "dev/davinci0")
     only(cann.toolkit(ascend(tmp_path, packages, ASCEND_HOME_PATH=str(home))), state, phrase)
@@ -135,7 +125,11 @@ def test_toolkit_version_is_read_from_version_cfg_too(tmp_path):
     only(cann.toolkit(here), "failed", "8.3.RC1.alpha003")
 
 
-def test_a_toolkit_that_the_shell_does_not_know_is_a_failure(tmp_path):
+def test_toolkit_that_is_missing_or_that_the_shell_does_not_know_is_a_failure(tmp_path):
+    only(cann.toolkit(ascend(tmp_path)), "failed", "No CANN toolkit", "Install CANN 8.3.RC2")
+    here = ascend(tmp_path, ASCEND_HOME_PATH=str(tmp_path / "gone"))
+    only(cann.toolkit(here), "failed", "ASCEND_HOME_PATH names", "gone", "set_env.sh")
+    install_toolkit(tmp_path / "home/Ascend/cann", "8.3.RC2")
     latest = install_toolkit(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", "8.3.RC2")
     script = write(latest.parent / "set_env.sh")
     first, second = cann.toolkit(ascend(tmp_path))
@@ -143,53 +137,38 @@ def test_a_toolkit_that_the_shell_does_not_know_is_a_failure(tmp_path):
     only([second], "failed", "ASCEND_HOME_PATH is not set", f"`source {script}`")
 
 
-def test_unknown_or_missing_toolkit_is_a_failure(tmp_path):
-    only(cann.toolkit(ascend(tmp_path)), "failed", "No CANN toolkit", "Install CANN 8.3.RC2")
-    here = ascend(tmp_path, ASCEND_HOME_PATH=str(tmp_path / "gone"))
-    only(cann.toolkit(here), "failed", "ASCEND_HOME_PATH names", "gone", "set_env.sh")
-    install_toolkit(tmp_path / "home/Ascend/cann", "8.3.RC2")
-    assert [finding.state for finding in cann.toolkit(ascend(tmp_path))] == ["ok", "failed"]
-
-
-def test_nnal_of_canns_version_is_well(tmp_path):
+def test_nnal_must_be_there_known_whole_and_of_canns_version(tmp_path):
     home = install_toolkit(tmp_path / "cann", "8.3.RC1")
+    only(cann.nnal(ascend(tmp_path)), "failed", "NNAL is not installed", "Ascend-cann-nnal")
     atb = install_nnal(tmp_path, "8.3.RC1")
     here = ascend(tmp_path, ASCEND_HOME_PATH=str(home), ATB_HOME_PATH=str(atb))
     only(cann.nnal(here), "ok", "NNAL 8.3.RC1")
+    only(cann.nnal(ascend(tmp_path)), "failed", "ATB_HOME_PATH is not set", "`source ")
+    only(cann.nnal(ascend(tmp_path, ATB_HOME_PATH=str(atb))), "warning", "unknown")
     install_nnal(tmp_path, "8.2.RC1")
     only(cann.nnal(here), "warning", "NNAL 8.2.RC1 is not of the version of CANN (8.3.RC1)")
-    only(cann.nnal(ascend(tmp_path, ATB_HOME_PATH=str(atb))), "warning", "unknown")
-
-
-def test_nnal_that_is_missing_unknown_or_without_its_library_is_a_failure(tmp_path):
-    only(cann.nnal(ascend(tmp_path)), "failed", "NNAL is not installed", "Ascend-cann-nnal")
-    atb = install_nnal(tmp_path, "8.3.RC1")
-    only(cann.nnal(ascend(tmp_path)), "failed", "ATB_HOME_PATH is not set", "`source ")
     (atb / "lib/libatb.so").unlink()
-    only(cann.nnal(ascend(tmp_path, ATB_HOME_PATH=str(atb))), "failed", "no lib/libatb.so")
+    only(cann.nnal(here), "failed", "no lib/libatb.so")
 
 
 @pytest.mark.parametrize(
-    ("version", "state", "phrase"),
+    ("info", "state", "phrase"),
     [
-        ("25.3.rc1", "ok", "Driver 25.3.rc1"),
-        ("25.0.rc1.1", "ok", ""),
-        ("26.0.rc1", "ok", ""),
-        ("24.1.rc2.2", "warning", "error 207000"),
-        ("unknown", "warning", "not known (unknown)"),
+        ("package_version=25.3.rc1\n", "ok", "Driver 25.3.rc1"),
+        ("Version=24.1.rc1\npackage_version=25.0.rc1.1\n", "ok", "25.0.rc1.1"),
+        ("package_version=26.0.rc1\n", "ok", ""),
+        ("package_version=24.1.rc2.2\n", "warning", "error 207000"),
+        ("Version=24.1.rc1\nascendhal_version=7.35.19\n", "warning", "The driver 24.1.rc1 is older"),
+        ("package_version=unknown\n", "warning", "not known (unknown)"),
+        ("", "warning", "not known (no version.info)"),
+        (None, "failed", "no Ascend driver"),
     ],
 )
-def test_driver(tmp_path, version, state, phrase):
-    install_driver(tmp_path, version)
+def test_driver(tmp_path, info, state, phrase):
+    if info is not None:
+        write(tmp_path / "usr/local/Ascend/driver/version.info", info)
+        (tmp_path / "usr/local/Ascend/driver/lib64").mkdir(parents=True)
     only(cann.driver(ascend(tmp_path)), state, phrase)
-
-
-def test_no_driver_an_old_one_s_file_and_one_that_does_not_say_its_version(tmp_path):
-    only(cann.driver(ascend(tmp_path)), "failed", "no Ascend driver", "mount /usr/local/Ascend/driver/version.info")
-    (tmp_path / "usr/local/Ascend/driver/lib64").mkdir(parents=True)
-    only(cann.driver(ascend(tmp_path)), "warning", "not known (no version.info)")
-    write(tmp_path / "usr/local/Ascend/driver/version.info", "Version=24.1.rc1\nascendhal_version=7.35.19\n")
-    only(cann.driver(ascend(tmp_path)), "warning", "The driver 24.1.rc1 is older")
 
 
 def test_device_files(tmp_path, monkeypatch):

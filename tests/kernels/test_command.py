@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -22,12 +21,6 @@ def test_list_shows_every_operation_and_its_kernels(capsys):
         "moe.route.reference",
     ):
         assert name in out
-
-
-def test_list_as_json_can_be_read_back(capsys):
-    assert main(["kernels", "list", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert {"name", "family", "mode", "solution", "priority", "origin", "summary"} == set(rows[0])
 
 
 def test_explain_answers_for_another_platform_and_dtype(capsys):

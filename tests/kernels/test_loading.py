@@ -28,13 +28,6 @@ def test_a_plugin_function_is_called_and_its_kernel_wins_by_its_band(operation):
     assert (found.name, found.kernel.origin) == ("theirs", "their-package:fast")
 
 
-def test_a_plugin_of_no_known_package_is_loaded_too(operation):
-    unknown = entry_point(lambda: register)
-    unknown.dist = None  # as for an entry point that was made by hand
-    loading.load_plugin(unknown)
-    assert registry.kernels["theirs"].origin == "unknown package:fast"
-
-
 def test_failing_plugin_is_a_named_warning_and_registers_nothing(operation, caplog):
     def breaks_half_way():
         register()

@@ -54,13 +54,6 @@ def test_one_fitting_signature_is_enough_else_the_nearest_explains(operation):
     assert reasons("int8", "bfloat16") == ("needs bfloat16 a, got int8",)
 
 
-def test_a_kernel_registered_later_is_not_hidden_by_the_cache(operation):
-    kernel("slow")
-    assert select(operation).name == "toy.add.slow"
-    kernel("fast", priority=8)
-    assert select(operation).name == "toy.add.fast"
-
-
 def test_argument_beats_environment(operation, monkeypatch):
     for name in ("a", "b", "c"):
         kernel(name, priority=ord(name) - ord("a") + 4)

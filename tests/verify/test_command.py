@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_gptoss.cli import main
-from npu_gptoss.verify import function_checks, side_by_side
+from npu_gptoss.verify import function_checks, runner
 
 QUICK = ["--device", "cpu", "--cases", "1"]
 
@@ -54,13 +54,13 @@ def test_wrong_kernel_is_one_and_shows_the_worst_elements(
 
 
 def test_definition_runs_on_one_core_and_threads_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, verify, before = [], side_by_side.verify, torch.get_num_threads()
+    seen, verify, before = [], runner.verify, torch.get_num_threads()
 
     def seeing(*arguments: object, **options: object) -> object:
         seen.append(torch.get_num_threads())
         return verify(*arguments, **options)
 
-    monkeypatch.setattr(side_by_side, "verify", seeing)
+    monkeypatch.setattr(runner, "verify", seeing)
     torch.set_num_threads(8)
     try:
         assert main(["verify", "rope.rotate", *QUICK]) == 0

@@ -56,14 +56,6 @@ def test_right_kernels_pass_with_room_to_spare(platform):
     assert max(result.error for result in found) < 0.5
 
 
-def test_shapes_are_those_of_the_rank():
-    assert dense.shapes(Rank(CPU, heads=16, kv_heads=2)) == {
-        "qkv_proj": (2880, 1280),
-        "o_proj": (1024, 2880),
-        "router": (2880, 32),
-    }
-
-
 def test_few_rows_that_lose_columns_fail(spoil):
     def loses_columns(out, x):
         if len(x) < 64:

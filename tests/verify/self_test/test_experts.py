@@ -62,14 +62,6 @@ def test_right_operators_pass_with_room_to_spare(cann):
         assert [found for found in (*routing(WHOLE, Depth.SECONDS), *group_lists(WHOLE)) if found.wrong] == []
 
 
-def test_right_kernels_of_a_cpu_pass_in_both_dtypes():
-    with platform_override("cpu", frozenset()):
-        for dtype in (BF16, torch.float32):
-            assert seen([case for case in CASES if case.depth == Depth.START], dtype=dtype) == set()
-            found = routing(replace(WHOLE, dtype=dtype), Depth.SECONDS)
-            assert [result for result in found if result.wrong] == []
-
-
 @pytest.mark.parametrize("sizes", [WHOLE, PART])
 def test_expected_results_are_those_of_the_definition(sizes):
     """Rolled columns and one product must be the same function as `reference` with this rank's weights."""
