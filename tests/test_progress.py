@@ -16,7 +16,7 @@ from npu_gptoss.bench.random_checkpoint import random_tensors
 from npu_gptoss.engine import Engine
 from npu_gptoss.model.checkpoint import write_checkpoint
 from npu_gptoss.model.layout import expected_tensors
-from npu_gptoss.progress import bar, counted, say
+from npu_gptoss.progress import bar, counted
 from tests.checkpoints import random_config
 
 
@@ -56,18 +56,6 @@ def test_counting_moves_the_bar_and_an_error_comes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         list(counted((1 / n for n in (1, 0)), 2, "x", "y"))
     assert seen(lambda: list(counted("abc", 3, "x", "y", shown=False))) == ""
-
-
-def test_a_bar_makes_room_for_a_line_and_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
-    def work() -> None:
-        with bar(3, "sweeping", "layout"):
-            say("tp1 1.7 ms")
-
-    text = seen(work)
-    assert capsys.readouterr().out == "tp1 1.7 ms\n" * 2
-    first, _, rest = text.partition("0/3 [")
-    assert first.endswith("| ")
-    assert "0/3 [" in rest, "it is drawn again below the line"
 
 
 def test_counting_keeps_no_item_alive_while_the_next_is_made() -> None:

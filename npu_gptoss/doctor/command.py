@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from npu_gptoss import __version__
-from npu_gptoss.doctor import cann, checks, exposure, graphs, memory, plugins, probe, record, stack, vocabulary
+from npu_gptoss.doctor import cann, checks, exposure, memory, plugins, probe, record, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, Words, as_json, exit_code, guarded
 from npu_gptoss.doctor.machine import GIB, Device, Machine
 from npu_gptoss.model.device_memory import AUTO, VARIABLE, buffsize
@@ -74,43 +74,41 @@ def diagnose(here: Machine, args: argparse.Namespace) -> Iterator[Finding]:
         where = (device, args.card_memory, buffsize(here.environ), here.version("triton-ascend") is not None)
         return memory.memory(model, args.max_model_len, ranks, *where, here.environ.get(VARIABLE) or AUTO)
 
-    waiting = deque(
-        (
-            ("machine", partial(stack.machine, here)),
-            ("python", partial(stack.python, here)),
-            ("torch", partial(stack.torch, here)),
-            ("torch-npu", partial(stack.torch_npu, here)),
-            ("vllm", partial(stack.vllm, here)),
-            ("vllm-ascend", partial(stack.vllm_ascend, here)),
-            ("cann", partial(cann.toolkit, here)),
-            ("nnal", partial(cann.nnal, here)),
-            ("driver", partial(cann.driver, here)),
-            ("device-files", partial(cann.device_files, here)),
-            ("plugin", partial(plugins.discovered, here)),
-            ("plugin-order", partial(plugins.order, here)),
-            ("platform-plugin", partial(plugins.platforms, here)),
-            ("registration", partial(plugins.registration, here)),
-            ("variables", partial(exposure.variables, here)),
-            ("exposure", partial(exposure.exposure, here)),
-            ("vocabulary", partial(vocabulary.vocabulary, here, model)),
-            ("memory", fit),
-            ("graphs", partial(graphs.graphs, here, model, ranks, args.max_num_seqs)),
-            ("self-test-record", partial(record.remembered, here, found)),
-        )
-    )
-
-    def before(check: str) -> Iterator[Finding]:
-        """The findings of the waiting checks that come before this one."""
-        while waiting and checks.CHECKS.index(waiting[0][0]) < checks.CHECKS.index(check):
-            yield from guarded(*waiting.popleft())
+    functions = {
+        "machine": partial(stack.machine, here),
+        "python": partial(stack.python, here),
+        "torch": partial(stack.torch, here),
+        "torch-npu": partial(stack.torch_npu, here),
+        "vllm": partial(stack.vllm, here),
+        "vllm-ascend": partial(stack.vllm_ascend, here),
+        "cann": partial(cann.toolkit, here),
+        "nnal": partial(cann.nnal, here),
+        "driver": partial(cann.driver, here),
+        "device-files": partial(cann.device_files, here),
+        "plugin": partial(plugins.discovered, here),
+        "plugin-order": partial(plugins.order, here),
+        "platform-plugin": partial(plugins.platforms, here),
+        "registration": partial(plugins.registration, here),
+        "variables": partial(exposure.variables, here),
+        "exposure": partial(exposure.exposure, here),
+        "vocabulary": partial(vocabulary.vocabulary, here, model),
+        "memory": fit,
+        "graphs": partial(memory.graphs, here, model, ranks, args.max_num_seqs),
+        "self-test-record": partial(record.remembered, here, found),
+    }
 
     def all_findings() -> Iterator[Finding]:
-        yield from before(probe.ALL[0])
-        for finding in guarded(probe.ALL[0], probe.probe, here, model, devices):
-            yield from before(finding.check)
-            yield finding
-        while waiting:
-            yield from guarded(*waiting.popleft())
+        probed = groupby(guarded(probe.ALL[0], probe.probe, here, model, devices), key=lambda finding: finding.check)
+        name, group = "", iter(())
+        for check in checks.CHECKS:
+            if check in functions:
+                yield from guarded(check, functions[check])
+                continue
+            if not name:  # starts the probe
+                name, group = next(probed, ("none", group))
+            if check == name:
+                yield from group
+                name, group = next(probed, ("none", group))
 
     for finding in all_findings():
         found.append(finding)

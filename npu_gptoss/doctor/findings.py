@@ -112,10 +112,6 @@ def as_json(findings: Sequence[Finding], version: str, platform: str) -> dict[st
     }
 
 
-def from_json(values: dict[str, Any]) -> Finding:
-    return Finding(**{**values, "details": tuple(values["details"])})
-
-
 class Words:
     """Prints findings for people at once: groups of checks, remedies after an arrow, the verdict at the end.
 

@@ -1,6 +1,6 @@
 """Runs the checks that need torch in a separate process: a failed import, a crash and a hang become findings.
 
-The child (`python -m npu_gptoss.doctor.probe`) writes a line of JSON to a pipe before and after each check. So the
+The child (`python -m npu_gptoss.doctor.probe`) sends the name of each check that begins, and its findings. So the
 parent reports findings at once, and knows which check ran when the child died. Only the child opens the device.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from npu_gptoss.doctor.checkpoint import checkpoint
 from npu_gptoss.doctor.checks import SELF_TESTS
-from npu_gptoss.doctor.findings import Finding, failed, from_json, guarded, not_applicable, ok, one_line, warning
+from npu_gptoss.doctor.findings import Finding, failed, guarded, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.kernels import kernels
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
 
@@ -61,29 +62,22 @@ def alone(name: str, seen: Device) -> list[Finding]:
     return [finding for finding in found if finding.check == name]
 
 
-def _child(order: dict[str, Any], limit: int, environ: Mapping[str, str]) -> Iterator[dict[str, Any] | End]:
-    """The entries of its report as it writes them, then its End."""
-    reader, writer = os.pipe()
-    command = [sys.executable, "-m", __spec__.name, json.dumps({**order, "report": writer})]
-    deadline, rest, how = time.monotonic() + limit, b"", f"did not end within {limit} s"
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(writer,), env=dict(environ)
-        )
-        os.close(writer)
+def _child(order: dict[str, Any], limit: int, environ: Mapping[str, str]) -> Iterator[str | Finding | Device | End]:
+    """What it sends, as it sends it, then its End. A text is the name of a check that begins."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    command = [sys.executable, "-m", __spec__.name, json.dumps({**order, "report": writer.fileno()})]
+    deadline, how = time.monotonic() + limit, f"did not end within {limit} s"
+    with tempfile.TemporaryFile() as errors, reader:
+        options = {"stdout": subprocess.DEVNULL, "stderr": errors, "pass_fds": (writer.fileno(),), "env": dict(environ)}
+        process = subprocess.Popen(command, **options)
+        writer.close()
         try:
-            while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                chunk = os.read(reader, 1 << 16)
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    with suppress(ValueError):
-                        yield json.loads(line)
-                if not chunk:
-                    with suppress(subprocess.TimeoutExpired):
-                        how = _ending(process.wait(max(0.0, deadline - time.monotonic())))
-                    break
+            while reader.poll(max(0.0, deadline - time.monotonic())):
+                yield reader.recv()
+        except EOFError:
+            with suppress(subprocess.TimeoutExpired):
+                how = _ending(process.wait(max(0.0, deadline - time.monotonic())))
         finally:
-            os.close(reader)
             process.kill()
             process.wait()
         errors.seek(0)
@@ -99,23 +93,21 @@ def _ending(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def findings_of(entries: Iterable[dict[str, Any] | End], devices: list[Device]) -> Iterator[Finding]:
+def findings_of(sent: Iterable[str | Finding | Device | End], devices: list[Device]) -> Iterator[Finding]:
     """The child's report as findings. If the child died, the check that ran has failed, and the rest did not run."""
     seen, at = set(), ALL[0]
-    for entry in entries:
-        if isinstance(entry, End):
-            if entry.how:
-                yield _died(entry, at)
-                missing = (check for check in ALL if check not in seen | {at})
-                yield from (not_applicable("The process ended before.", check=check) for check in missing)
-        elif "finding" in entry:
-            finding = from_json(entry["finding"])
-            seen.add(finding.check)
-            yield finding
-        elif "device" in entry:
-            devices.append(Device(**entry["device"]))
-        else:
-            at = entry["begin"]
+    for each in sent:
+        if isinstance(each, str):
+            at = each
+        elif isinstance(each, Device):
+            devices.append(each)
+        elif isinstance(each, Finding):
+            seen.add(each.check)
+            yield each
+        elif each.how:
+            yield _died(each, at)
+            missing = (check for check in ALL if check not in seen | {at})
+            yield from (not_applicable("The process ended before.", check=check) for check in missing)
 
 
 def _died(end: End, at: str) -> Finding:
@@ -134,23 +126,19 @@ def _died(end: End, at: str) -> Finding:
 def main(order: dict[str, Any]) -> None:
     """Runs the checks in the order of ALL."""
     os.set_inheritable(order["report"], False)  # a process that outlives this one must not hold the pipe open
-    with os.fdopen(order["report"], "w") as report:
-
-        def write(entry: dict[str, Any]) -> None:
-            report.write(json.dumps(entry) + "\n")
-            report.flush()
+    with Connection(order["report"], readable=False) as report:
 
         def check(name: str, function: Callable[..., Finding | Iterable[Finding]], *arguments: Any) -> list[Finding]:
-            write({"begin": name})
+            report.send(name)
             found = []
             for finding in guarded(name, function, *arguments):
-                write({"finding": asdict(finding)})
+                report.send(finding)
                 found.append(finding)
             return found
 
         def skip(reason: str, *names: str) -> None:
             for name in names:
-                write({"finding": asdict(not_applicable(reason, check=name))})
+                report.send(not_applicable(reason, check=name))
 
         if "only" in order:
             check(order["only"], _self_test, order["only"], Device(**order["device"]))
@@ -161,7 +149,7 @@ def main(order: dict[str, Any]) -> None:
         seen: list[Device] = []
         check("device", device, order["platform"], order["emulated"], seen)
         if seen:
-            write({"device": asdict(seen[0])})
+            report.send(seen[0])
         if order["platform"] == ASCEND:
             check("attention-operator", attention_operator)
             check("graph-updates", graph_updates)
@@ -174,8 +162,7 @@ def main(order: dict[str, Any]) -> None:
             return
         import torch
 
-        from npu_gptoss.doctor.bandwidth import bandwidth
-        from npu_gptoss.doctor.selftest import PREFIX
+        from npu_gptoss.doctor.selftest import PREFIX, bandwidth
         from npu_gptoss.verify.self_test.all import ALONE
 
         for name in SELF_TESTS:

@@ -10,7 +10,6 @@ from npu_gptoss.doctor.findings import (
     as_json,
     exit_code,
     failed,
-    from_json,
     guarded,
     in_words,
     not_applicable,
@@ -41,7 +40,6 @@ def test_the_json_report_keeps_its_fields():
         "details": ["why"],
         "subject": "",
     }
-    assert [from_json(values) for values in report["findings"]] == FINDINGS
 
 
 def test_only_a_failure_ends_with_one():

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from emulator.tests.machine import emulate
-from npu_gptoss.doctor.graphs import graphs
+from npu_gptoss.doctor.memory import graphs
 from npu_gptoss.serving.ascend import sizes
 from tests.doctor.machines import ASCEND_9_1_PACKAGES, ascend, machine, only, write
 from tests.model.published import published_config

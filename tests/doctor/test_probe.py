@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -58,15 +57,14 @@ def test_without_torch_nothing_is_started(tmp_path, monkeypatch):
 
 
 def test_findings_before_a_crash_are_kept_and_the_crashed_check_is_named():
-    device = {"kind": "npu", "name": "Ascend910B3", "count": 1, "total": 64, "free": 60, "emulated": False}
-    finding = asdict(ok("x", check="torch-works"))
-    lines = [{"begin": "torch-works"}, {"finding": finding}, {"device": device}, {"begin": "self-test-sink"}]
+    device, finding = Device("npu", "Ascend910B3", 1, 64, 60), ok("x", check="torch-works")
+    sent = ["torch-works", finding, device, "self-test-sink", probe.End(probe._ending(-11))]
     devices: list[Device] = []
-    probed = list(probe.findings_of([*lines, probe.End(probe._ending(-11))], devices))
+    probed = list(probe.findings_of(sent, devices))
     assert probed[0] == ok("x", check="torch-works")
     only(probed[1:2], "failed", "The process of this check was ended by SIGSEGV.")
     assert probed[1].check == "self-test-sink"
-    assert devices == [Device(**device)]
+    assert devices == [device]
     assert set(states(probed)) == set(probe.ALL)
 
 

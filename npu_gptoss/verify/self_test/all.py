@@ -8,7 +8,7 @@ import torch
 
 from npu_gptoss.verify.compare import Result
 from npu_gptoss.verify.depth import Depth, Rank
-from npu_gptoss.verify.self_test import attention, dense, experts, formats, graph
+from npu_gptoss.verify.self_test import alone, attention, dense, experts
 from npu_gptoss.verify.self_test.classic import CLASSIC
 
 SELF_TESTS: dict[str, Callable[[Rank, Depth], Iterator[Result]]] = {
@@ -17,8 +17,8 @@ SELF_TESTS: dict[str, Callable[[Rank, Depth], Iterator[Result]]] = {
     "moe": experts.results,
     "dense": dense.results,
     "narrow-norm": dense.narrow,
-    "nz": formats.results,
-    "graph": graph.results,
+    "nz": alone.formats,
+    "graph": alone.graph,
 }
 ALONE = {"nz", "graph"}  # each in a process of its own: formats must not mix in one, and a replay may hang
 HARMLESS = {"narrow-norm"}  # a defect there concerns tiny checkpoints only: gpt-oss's norms are 2880 wide

@@ -12,7 +12,7 @@ from ascend_emulator import context
 
 from npu_gptoss.graphs.recorder import Recorded
 from npu_gptoss.verify.depth import Depth, Rank
-from npu_gptoss.verify.self_test import dense, experts, formats, graph
+from npu_gptoss.verify.self_test import alone, dense, experts
 
 NPU, BF16 = torch.device("npu"), torch.bfloat16
 RANK = Rank(NPU, BF16, 2, hidden=96, inner=64, experts=8, held=(0, 8), heads=8, kv_heads=2)
@@ -32,7 +32,7 @@ def replayed(change) -> list[str]:
     """The results of the graph's test if `change` (number of the replay, result) stands between replay and caller."""
     right, number = Recorded.replay, iter(range(1000))
     with mock.patch.object(Recorded, "replay", lambda self: change(next(number), self, right)):
-        return wrong(graph.results(RANK, Depth.SECONDS))
+        return wrong(alone.graph(RANK, Depth.SECONDS))
 
 
 def case_a_replay_that_is_lost_is_seen() -> None:
@@ -40,14 +40,14 @@ def case_a_replay_that_is_lost_is_seen() -> None:
 
 
 def case_the_last_replay_gives_the_first_one_s_bits() -> None:
-    found = replayed(lambda i, self, right: right(self) * (1.005 if i == graph.REPLAYS - 1 else 1))
+    found = replayed(lambda i, self, right: right(self) * (1.005 if i == alone.REPLAYS - 1 else 1))
     assert "other bits" in str(found)
 
 
 def case_a_weight_that_stays_in_nd_is_seen() -> None:
     with mock.patch.object(torch_npu, "npu_format_cast", lambda weight, _: weight.clone()):
-        assert "has format 2" in str(wrong(formats.linear(RANK)))
-        assert "keeps experts' weights" in str(wrong(formats.experts(RANK)))
+        assert "has format 2" in str(wrong(alone.linear(RANK)))
+        assert "keeps experts' weights" in str(wrong(alone.experts(RANK)))
 
 
 def case_a_grouped_matmul_that_is_wrong_in_fractal_nz_is_seen() -> None:
@@ -55,13 +55,13 @@ def case_a_grouped_matmul_that_is_wrong_in_fractal_nz_is_seen() -> None:
 
     def grouped_matmul(**call):
         out = right(**call)
-        if torch_npu.get_npu_format(call["weight"][0]) == formats.FRACTAL_NZ:
+        if torch_npu.get_npu_format(call["weight"][0]) == alone.FRACTAL_NZ:
             out[0][:, :16] = 0
         return out
 
     with mock.patch.object(torch_npu, "npu_grouped_matmul", grouped_matmul):
         assert wrong(experts.results_of([experts.CASES[0]], replace(RANK, hidden=100, repeats=1))) == [], "ND"
-        found = [*formats.experts(RANK)]
+        found = [*alone.experts(RANK)]
         assert found
         assert len(wrong(found)) == len(found)
 
@@ -75,7 +75,7 @@ def case_a_product_by_the_kernel_of_the_other_format_is_seen() -> None:
         return right(x, weight, *rest) * (2 if x.is_npu and formats_seen[0] != formats_seen[-1] else 1)
 
     with mock.patch.object(torch.nn.functional, "linear", linear):
-        assert len(wrong(formats.linear(RANK))) == 2
+        assert len(wrong(alone.linear(RANK))) == 2
 
 
 def case_the_card_decides_how_experts_lie() -> None:

@@ -8,11 +8,9 @@ import pytest
 import torch
 from ascend_emulator.ops import OPS
 
-from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import ascend as ascend_experts
 from npu_gptoss.moe import expert_mlp, prepare_experts
-from npu_gptoss.serving.ascend import start_check
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.self_test.experts import CASES, Layer, group_lists, results_of, routing
 from tests import ascend_ops
@@ -214,42 +212,3 @@ def test_wrong_choice_and_wrong_weights_of_experts_fail(wrong, phrase, monkeypat
         found = [str(result.lines) for result in routing(WHOLE, Depth.SECONDS)]
     assert len(found) == 4
     assert all(phrase in words for words in found), found
-
-
-# --- at a server's start
-
-
-@pytest.fixture
-def start():
-    start_check.routed.cache_clear()
-    yield start_check.routed
-    start_check.routed.cache_clear()
-
-
-def test_right_card_starts_without_a_log_line(start, caplog):
-    with ascend_ops.ascend():
-        start(WHOLE)
-        start(PART)
-    assert caplog.records == []
-
-
-def test_stale_counts_end_the_start_of_a_rank_with_a_part_only(start):
-    with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
-        start(WHOLE)
-        with pytest.raises(InputError, match=r"87b1db69e.*NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"):
-            start(PART)
-
-
-def test_small_ops_starts_on_a_defective_card(start, monkeypatch):
-    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
-    with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
-        start(PART)
-
-
-def test_wrong_routing_ends_the_start_and_names_small_ops(start, spoil):
-    spoil("npu::npu_moe_gating_top_k_softmax", lambda out, args, kwargs: (out[0], out[1].flip(-1), out[2]))
-    with (
-        ascend_ops.ascend(),
-        pytest.raises(InputError, match=r"routing computes wrong.*NPU_GPTOSS_KERNEL_MOE_ROUTE=small_ops"),
-    ):
-        start(WHOLE)

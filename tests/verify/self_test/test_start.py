@@ -1,0 +1,102 @@
+"""The check at a server's start, and its way out. tests/serving/emulated/test_defects.py has whole servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ascend_emulator.ops import OPS
+
+from npu_gptoss.attention import ascend
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving.ascend import start_check
+from npu_gptoss.verify.depth import Rank
+from npu_gptoss.verify.self_test.attention import CASES, make_case
+from tests import ascend_ops
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+WHOLE = Rank(CPU, BF16, 1, hidden=96, inner=64, experts=8, held=(0, 8), heads=16, kv_heads=2)
+PART = replace(WHOLE, held=(2, 4))
+
+
+def attention(rank):
+    start_check.attention(rank.heads, rank.kv_heads, rank.dtype, rank.device)
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    """The checks run anew, and a workaround is undone afterwards."""
+    yield
+    for check in (start_check.attention, start_check.routed, start_check.around):
+        check.cache_clear()
+    ascend._heads_apart = False
+
+
+def test_right_card_starts_without_a_log_line(caplog):
+    with ascend_ops.ascend():
+        attention(WHOLE)
+        for rank in (WHOLE, PART):
+            start_check.routed(rank)
+            start_check.around(rank)
+    assert not ascend.heads_kept_apart()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("check", "cann", "defect", "variable", "source"),
+    [
+        (attention, "8.5", "sink-per-part", "NPU_GPTOSS_KERNEL_ATTENTION_PAGED", "CANN 8.5"),
+        (attention, "8.3.rc1", "window-race", "NPU_GPTOSS_KERNEL_ATTENTION_PAGED", "c36036e63"),
+        (start_check.routed, "8.3.rc1", "stale-counts", "NPU_GPTOSS_KERNEL_MOE_EXPERTS", "87b1db69e"),
+    ],
+)
+def test_defect_ends_the_start_and_small_ops_is_the_way_out(check, cann, defect, variable, source, monkeypatch):
+    with ascend_ops.ascend(cann, defects=frozenset({defect})):
+        if check is start_check.routed:
+            check(WHOLE)  # of ranks with a part of the experts only
+        with pytest.raises(InputError) as refusal:
+            check(PART)
+        assert source in str(refusal.value)
+        assert f"{variable}=small_ops" in str(refusal.value)
+        assert not ascend.heads_kept_apart()
+        monkeypatch.setenv(variable, "small_ops")
+        check(PART)
+
+
+def test_wrong_routing_ends_the_start_and_names_small_ops(monkeypatch):
+    name = "npu::npu_moe_gating_top_k_softmax"
+    right = OPS[name]
+
+    def flipped(*args, **kwargs):
+        weights, ids, rows = right(*args, **kwargs)
+        return weights, ids.flip(-1), rows
+
+    monkeypatch.setitem(OPS, name, flipped)
+    with (
+        ascend_ops.ascend(),
+        pytest.raises(InputError, match=r"routing computes wrong.*NPU_GPTOSS_KERNEL_MOE_ROUTE=small_ops"),
+    ):
+        start_check.routed(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "window", "extra"),
+    [
+        ((1, 1), (40, 600), None, 2),
+        ((1, 1), (40, 512), None, 0),  # one tile
+        ((1, 1), (40, 600), 128, 0),  # a window lies in one tile
+        ((1, 3), (40, 600), None, 0),  # nothing is merged
+    ],
+)
+def test_two_rows_are_added_only_where_heads_are_merged_over_tiles(rows, lengths, window, extra):
+    ascend.keep_heads_apart()
+    step = make_case(replace(CASES[0], rows=rows, lengths=lengths), 8, 1, BF16)
+    with ascend_ops.ascend() as calls:
+        placed = step.written(CPU)
+        calls.clear()
+        got = placed.attend(window)
+    ((_, call),) = [one for one in calls if one[0] == "npu_fused_infer_attention_score_v2.out"]
+    assert len(call["query"]) == sum(rows) + extra
+    assert call["actual_seq_kvlen"] == [*lengths, *([2] if extra else [])]
+    assert torch.allclose(got.float(), step.want(window), atol=0.05)
