@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from npu_gptoss.attention.reference import paged_attention as right_attention
+from npu_gptoss.doctor import selftest
+from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.doctor.selftest import CASES, PREFIX, self_test
 from npu_gptoss.kernels import Priority, loading, platform_override, register_kernel
 from npu_gptoss.kernels.registry import ANY, registry
-from npu_gptoss.moe import small_ops as small_experts
-from npu_gptoss.moe.activation import swigluoai_halves
 from npu_gptoss.moe.reference import expert_mlp as right_experts
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.compare import compare
@@ -129,24 +129,6 @@ def test_a_mistake_in_the_experts_weights_fails_and_is_named(names, named):
     only(self_test("self-test-bias", CPU), "failed", named, "MOE_EXPERTS=small_ops")
 
 
-def plain(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """The bug that garbled three upstream releases."""
-    return torch.nn.functional.silu(x[..., 0::2]) * x[..., 1::2]
-
-
-@pytest.mark.parametrize(
-    ("check", "activation", "named"),
-    [
-        ("activation", lambda x, limit: swigluoai_halves(*x.chunk(2, -1), limit), "interleaved read as halves"),
-        ("bias", plain, "plain SwiGLU"),
-        ("activation", plain, "plain SwiGLU"),
-    ],
-)
-def test_a_mistake_in_the_activation_fails_and_is_named(check, activation, named, monkeypatch):
-    monkeypatch.setattr(small_experts, "swigluoai", activation)
-    only(self_test(f"self-test-{check}", CPU), "failed", named)
-
-
 def over_all_experts(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights that do not sum to one."""
     return torch.softmax(logits.float(), -1).topk(top_k)
@@ -209,11 +191,6 @@ def test_each_classic_mutation_is_far_from_rounding(check, words, count):
     assert {name: size for name, size in sizes.items() if size < 5} == {}
 
 
-def test_impossible_override_is_reported_as_such(monkeypatch):
-    monkeypatch.setenv("NPU_GPTOSS_KERNEL_ATTENTION_PAGED", "ascend")
-    only(self_test("self-test-sink", CPU), "failed", "the override 'ascend'")
-
-
 @pytest.mark.parametrize("check", sorted(PREFIX + name for name in ALONE))
 def test_a_cpu_has_no_formats_and_no_graphs(check):
     only(self_test(check, CPU), "not applicable")
@@ -240,3 +217,24 @@ def test_a_defect_of_narrow_norms_is_a_warning_because_gpt_oss_is_wider():
         wide, narrow = self_test("self-test-dense", CPU)
     assert (wide.state, narrow.state) == ("ok", "warning")
     assert any("cf84e2226" in detail for detail in narrow.details)
+
+
+CARD = Device("npu", "Ascend910B3", 1, 64 * GIB, 60 * GIB)
+
+
+def test_bandwidth_is_reported_with_its_share_of_nominal():
+    only([selftest.judged(1357.4, 1600, CARD)], "ok", "1357 GB/s, 85% of the nominal 1600 GB/s")
+    only([selftest.judged(799.0, 1600, CARD)], "warning", "50% of the nominal", "npu-smi info")
+    only([selftest.judged(900.0, None, CARD)], "ok", "its nominal bandwidth is not known")
+
+
+def test_on_a_cpu_there_is_just_the_number(monkeypatch):
+    monkeypatch.setattr(selftest, "SECONDS", 0.05)
+    host = Device("cpu", "Kunpeng", 64, 256 * GIB, 8 << 20)
+    finding = only(selftest.bandwidth(torch.device("cpu"), host), "ok", "memory of Kunpeng moves", "thread(s)")
+    assert float(finding.sentence.split(" GB/s")[0].split()[-1]) > 0
+
+
+def test_the_emulated_device_is_not_measured():
+    emulated = Device("npu", "Ascend910B3", 1, 4 * GIB, 4 * GIB, emulated=True)
+    only(selftest.bandwidth(torch.device("cpu"), emulated), "not applicable", "says nothing of a 910B")

@@ -14,7 +14,7 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import tiles
-from npu_gptoss.kernels.tiles import Gpu, Table, as_text, nearest, read, shipped, table, tile, trial
+from npu_gptoss.kernels.tiles import Gpu, Table, as_text, nearest, read, shipped, table, tile
 from tests.refused import refused
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 4800)
@@ -148,13 +148,6 @@ def test_every_shipped_table_has_the_format_of_tune() -> None:
     paths = sorted(tiles.FOLDER.glob("tiles-*.json"))
     assert [path.read_text() for path in paths] == [as_text(read(path, shipped()[0])) for path in paths]
     assert len({found.gpu.name for found in shipped()}) == len(paths)
-
-
-def test_a_trial_counts_only_inside() -> None:
-    row = shipped()[0].rows[NAME]
-    with trial(NAME, {**row, "stages": 2}):
-        assert tile(NAME, dict)["stages"] == 2
-    assert tile(NAME, dict) == row
 
 
 def test_the_gpu_is_described_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
