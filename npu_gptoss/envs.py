@@ -58,94 +58,35 @@ class Variable:
     meaning: str
 
 
-VARIABLES: dict[str, Variable] = {
-    v.name: v
-    for v in (
-        Variable("NPU_GPTOSS", _switch, True, "0: stock vLLM, as if this package were not installed"),
-        Variable(
-            "NPU_GPTOSS_COMMIT", str, "", "the commit that `bench` writes into its records, where git cannot tell it"
-        ),
-        Variable(
-            "NPU_GPTOSS_DISABLE_PLUGINS",
-            _switch,
-            False,
-            "ignore third-party kernels (entry points `npu_gptoss.kernels`)",
-        ),
-        Variable(
-            "NPU_GPTOSS_DRAIN_SECONDS",
-            _seconds,
-            3.0,
-            "how long a stopping server waits for requests in flight, up to 3600",
-        ),
-        Variable(
-            "NPU_GPTOSS_DUMP",
-            str,
-            "",
-            "a folder: each process writes its newest kernel calls there before they run, for `verify --replay`",
-        ),
-        Variable("ASCEND_EMULATOR", _switch, False, "set by `ascend-emulate`: this process runs on the emulated 910B"),
-        Variable(
-            "ASCEND_EMULATOR_FP32",
-            _switch,
-            False,
-            "on the emulated 910B: operators also take float32",
-        ),
-        Variable(
-            "NPU_GPTOSS_EXPERT_FORMAT",
-            _one_of("auto", "nd", "nz"),
-            "auto",
-            "on Ascend: the experts' weights in ND, FRACTAL_NZ, or (auto) the faster",
-        ),
-        Variable(
-            "NPU_GPTOSS_EXPERT_WEIGHTS",
-            _one_of("auto", "expanded", "packed"),
-            "auto",
-            "served MXFP4 experts: expanded at load, packed (a quarter of the memory), or auto",
-        ),
-        Variable(
-            "NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"
-        ),
-        Variable(
-            "NPU_GPTOSS_GRAMMAR_SECONDS",
-            _count,
-            5,
-            "time for checking one schema, regular expression or grammar; then refused",
-        ),
-        Variable("NPU_GPTOSS_MAX_BODY_MIB", _count, 32, "largest body of a request, MiB; a larger one is answered 413"),
-        Variable("NPU_GPTOSS_MAX_N", _count, 128, "most answers (`n`) that one request may ask for"),
-        Variable(
-            "NPU_GPTOSS_MAX_PROMPTS", _count, 1024, "most sequences (prompts times `n`) in one /v1/completions request"
-        ),
-        Variable("NPU_GPTOSS_OPEN_METRICS", _switch, False, "with an API key: /metrics needs none"),
-        Variable("NPU_GPTOSS_PLATFORM", str, "", "select kernels as if on this platform: ascend, cuda or cpu"),
-        Variable(
-            "NPU_GPTOSS_SKIP_PATCHES", names, (), "names of runtime patches of vLLM to leave out, separated by commas"
-        ),
-        Variable(
-            "NPU_GPTOSS_TILES",
-            str,
-            "",
-            "on NVIDIA GPUs: a file of `npu-gptoss tune` with this GPU's tiles, in the place of those in the package",
-        ),
-    )
-}
+_FORMAT, _WEIGHTS = _one_of("auto", "nd", "nz"), _one_of("auto", "expanded", "packed")
+_ROWS: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
+    ("NPU_GPTOSS", _switch, True, "0: stock vLLM, as if this package were not installed"),
+    ("NPU_GPTOSS_COMMIT", str, "", "the commit that `bench` writes into its records, where git cannot tell it"),
+    ("NPU_GPTOSS_DISABLE_PLUGINS", _switch, False, "ignore third-party kernels (entry points `npu_gptoss.kernels`)"),
+    ("NPU_GPTOSS_DRAIN_SECONDS", _seconds, 3.0, "how long a stopping server waits for requests in flight, up to 3600"),
+    ("NPU_GPTOSS_DUMP", str, "", "a folder for each process's newest kernel calls, before they run: `verify --replay`"),
+    ("ASCEND_EMULATOR", _switch, False, "set by `ascend-emulate`: this process runs on the emulated 910B"),
+    ("ASCEND_EMULATOR_FP32", _switch, False, "on the emulated 910B: operators also take float32"),
+    ("NPU_GPTOSS_EXPERT_FORMAT", _FORMAT, "auto", "on Ascend: the experts' weights in ND, FRACTAL_NZ, or the faster"),
+    ("NPU_GPTOSS_EXPERT_WEIGHTS", _WEIGHTS, "auto", "MXFP4 experts: expanded at load, packed (a quarter), or auto"),
+    ("NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"),
+    ("NPU_GPTOSS_GRAMMAR_SECONDS", _count, 5, "time for checking a schema, an expression or a grammar; then refused"),
+    ("NPU_GPTOSS_MAX_BODY_MIB", _count, 32, "largest body of a request, MiB; a larger one is answered 413"),
+    ("NPU_GPTOSS_MAX_N", _count, 128, "most answers (`n`) that one request may ask for"),
+    ("NPU_GPTOSS_MAX_PROMPTS", _count, 1024, "most sequences (prompts times `n`) in one /v1/completions request"),
+    ("NPU_GPTOSS_OPEN_METRICS", _switch, False, "with an API key: /metrics needs none"),
+    ("NPU_GPTOSS_PLATFORM", str, "", "select kernels as if on this platform: ascend, cuda or cpu"),
+    ("NPU_GPTOSS_SKIP_PATCHES", names, (), "names of runtime patches of vLLM to leave out, separated by commas"),
+    ("NPU_GPTOSS_TILES", str, "", "on NVIDIA GPUs: a file of `npu-gptoss tune`, in the place of the package's tiles"),
+)
+VARIABLES: dict[str, Variable] = {row[0]: Variable(*row) for row in _ROWS}
 
 # NPU_GPTOSS_KERNEL_<FAMILY>_<MODE>=kernel or solution, one variable per operation: see kernels/selection.py
 KERNEL_OVERRIDE_PREFIX = "NPU_GPTOSS_KERNEL_"
 # known without torch; other packages' operations are not, so `unknown` looks at these families only
 KERNEL_OPERATIONS = (
-    "ATTENTION_PAGED",
-    "ATTENTION_WRITE_KV",
-    "DENSE_ADD_NORM",
-    "DENSE_GREEDY",
-    "DENSE_LOGITS",
-    "DENSE_OUTPUT",
-    "DENSE_QKV",
-    "DENSE_ROUTER",
-    "GRAPHS_ADVANCE",
-    "MOE_EXPAND",
-    "MOE_EXPERTS",
-    "MOE_ROUTE",
+    *("ATTENTION_PAGED", "ATTENTION_WRITE_KV", "DENSE_ADD_NORM", "DENSE_GREEDY", "DENSE_LOGITS", "DENSE_OUTPUT"),
+    *("DENSE_QKV", "DENSE_ROUTER", "GRAPHS_ADVANCE", "MOE_EXPAND", "MOE_EXPERTS", "MOE_ROUTE"),
 )
 
 

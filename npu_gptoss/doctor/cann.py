@@ -42,26 +42,20 @@ def _script(folder: Path) -> Path:
 @on_ascend("CANN")
 def toolkit(here: Machine) -> Iterator[Finding]:
     place, variable, text = find_toolkit(here)
-    install = (
-        f"Install CANN {here.release.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: "
-        f"{_image(here.release)}."
-    )
+    release = here.release.cann.recommended
+    install = f"Install CANN {release} (toolkit, 910B kernels, NNAL), or use a container: {_image(here.release)}."
+    in_the_shell = "in the shell that starts the server."
     if place is None:
         yield failed("No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install)
         return
     if not text:
-        yield failed(
-            f"{variable} names {place}, which holds no CANN toolkit.",
-            "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` in the shell that starts the server.",
-        )
+        script = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
+        yield failed(f"{variable} names {place}, which holds no CANN toolkit.", f"`source {script}` {in_the_shell}")
         return
     yield _verdict(text, place, install, here)
     if variable is None:
-        yield failed(
-            f"CANN {text} lies in {place}, but this shell does not know it (ASCEND_HOME_PATH is not set), so torch-npu "
-            "will not find its libraries.",
-            f"`source {_script(place)}` in the shell that starts the server.",
-        )
+        lost = f"CANN {text} lies in {place}, but torch-npu will not find it: ASCEND_HOME_PATH is not set."
+        yield failed(lost, f"`source {_script(place)}` {in_the_shell}")
 
 
 def _image(row: Release) -> str:
@@ -78,33 +72,21 @@ def _verdict(text: str, place: Path, install: str, here: Machine) -> Finding:
     if version is None:
         return warning(f"{named}: this is no version that can be compared.", install)
     if version.series < lowest.series:
-        return failed(
-            f"{named} is older than {first}, the first whose attention operator takes gpt-oss's sinks.", install
-        )
+        return failed(f"{named} is older than {first}, the first whose attention operator takes sinks.", install)
     if version.series == lowest.series and version.prerelease:
-        return failed(
-            f"{named} is an alpha build: its attention operator fails on sinks (learnable_sink), as 8.3.RC1.alpha003 "
-            "was seen to; the release of the same name works.",
-            install,
-        )
+        return failed(f"{named} is an alpha build: its attention operator fails on sinks (learnable_sink).", install)
     release = f"{version.series[0]}.{version.series[1]}.{version.release}"
     if release in row.cann.releases and not version.prerelease:
         if release == row.cann.recommended or here.emulated:
             return ok(f"{named}.")
-        return warning(
-            f"{named} may serve; {row.cann.recommended} came later, and what was mended in the operators since "
-            "can only be there.",
-            f"Where you are free to choose, take {row.cann.recommended}: {_image(row)}.",
-        )
+        remedy = f"Where you are free to choose, take {row.cann.recommended}: {_image(row)}."
+        return warning(f"{named} may serve; {row.cann.recommended} has later repairs of its operators.", remedy)
     if here.emulated:
         return ok(f"{named}: emulated, to see what its rules refuse.")
     if fits := between(version.series):
         return failed(f"{named}: this package serves on none of that series. {fits}.", _what_fits())
-    return warning(
-        f"{named} is not one of {', '.join(row.cann.releases)}, for which torch-npu {row.torch_npu.recommended} "
-        "and this package's operator calls are made.",
-        install,
-    )
+    made_for = f"for which torch-npu {row.torch_npu.recommended} and this package's operator calls are made"
+    return warning(f"{named} is not one of {', '.join(row.cann.releases)}, {made_for}.", install)
 
 
 def _what_fits() -> str:
@@ -113,7 +95,7 @@ def _what_fits() -> str:
         f"{row.torch_npu.recommended} (`cann:{row.image}`)"
         for row in ASCEND_RELEASES
     ]
-    return f"Use {', or '.join(stacks)}; a container has it beside the CANN of the host, and needs only its driver."
+    return f"Use {', or '.join(stacks)}; a container has its own CANN and needs only the host's driver."
 
 
 @on_ascend("NNAL", emulated=False)
@@ -123,25 +105,16 @@ def nnal(here: Machine) -> Finding:
     folder = Path(named).parents[1] if named else here.path(f"{NNAL}/latest")
     text = installed.value(installed.read(folder / "version.info"), "Ascend-cann-atb", ":")
     if not text:
-        return failed(
-            f"NNAL is not installed ({folder / 'version.info'} says no version): without its libatb.so torch-npu has "
-            "no operator that writes the KV cache.",
-            install,
-        )
+        return failed(f"NNAL is not installed in {folder}: torch-npu writes the KV cache with its libatb.so.", install)
     if not named:
-        return failed(
-            f"NNAL {text} lies in {folder}, but this shell does not know it ({ATB_VARIABLE} is not set), so libatb.so "
-            "will not be found.",
-            f"`source {_script(folder.parent)}` after CANN's set_env.sh.",
-        )
+        remedy = f"`source {_script(folder.parent)}` after CANN's set_env.sh."
+        return failed(f"NNAL {text} lies in {folder}, but will not be found: {ATB_VARIABLE} is not set.", remedy)
     if not (Path(named) / "lib/libatb.so").is_file():
         return failed(f"{ATB_VARIABLE} names {named}, which has no lib/libatb.so.", install)
     cann = find_toolkit(here)[2]
     ours, theirs = parse(text), parse(cann)
     if ours is None or theirs is None or (ours.series, ours.release) != (theirs.series, theirs.release):
-        return warning(
-            f"NNAL {text} is not of the version of CANN ({cann or 'unknown'}), and both share libraries.", install
-        )
+        return warning(f"NNAL {text} is not of the version of CANN ({cann or 'unknown'}); both share files.", install)
     return ok(f"NNAL {text}.")
 
 
@@ -152,21 +125,17 @@ def driver(here: Machine) -> Finding:
     cann, (named, oldest) = here.release.cann.releases[0], here.release.driver
     mount = f"in a container, mount {DRIVER_FOLDER}/version.info and {DRIVER_FOLDER}/lib64 of the host into it"
     if not text and not (folder / "lib64").is_dir():
-        return failed(
-            f"There is no Ascend driver in {DRIVER_FOLDER}.",
-            f"Install the driver and firmware (Ascend HDK {named}); {mount}.",
-        )
+        install = f"Install the driver and firmware (Ascend HDK {named}); {mount}."
+        return failed(f"There is no Ascend driver in {DRIVER_FOLDER}.", install)
     release = installed.series(text)
     if release is None:
-        return warning(
-            f"The driver's version is not known ({text or 'no version.info'}).",
-            f"Compare it with `npu-smi info` on the host; {mount}.",
-        )
+        found = text or "no version.info"
+        return warning(f"The driver's version is not known ({found}).", f"Read it by `npu-smi info`; {mount}.")
     if release < oldest:
         return warning(
-            f"The driver {text} is older than what users report with CANN {cann} "
-            f"({oldest[0]}.{oldest[1]} on); it may refuse to capture graphs (error 207000).",
-            f"Upgrade to Ascend HDK {named}, which is known with CANN {cann}, or serve with --enforce-eager.",
+            f"The driver {text} is older than users report with CANN {cann} ({oldest[0]}.{oldest[1]} on); it may "
+            "refuse to capture graphs (error 207000).",
+            f"Upgrade to Ascend HDK {named}, or serve with --enforce-eager.",
         )
     return ok(f"Driver {text}.")
 
@@ -176,27 +145,21 @@ def device_files(here: Machine) -> Finding:
     cards = here.device_files("davinci[0-9]*")
     wanted = [*cards, *(here.path(f"/dev/{name}") for name in COMMON_DEVICE_FILES)]
     missing = ([] if cards else ["davinci0"]) + [path.name for path in wanted if not path.exists()]
-    give = "start the container with --device /dev/davinci<n> and " + ", ".join(
-        f"--device /dev/{name}" for name in COMMON_DEVICE_FILES
-    )
     if missing:
+        give = " ".join(f"--device /dev/{name}" for name in ("davinci<n>", *COMMON_DEVICE_FILES))
         return failed(
             f"Not there: {', '.join(f'/dev/{name}' for name in missing)}.",
-            f"On the host, see whether `npu-smi info` lists the cards (else: driver); {give}.",
+            f"See whether `npu-smi info` lists the cards on the host (else: driver); start the container with {give}.",
         )
-    closed = [path.name for path in wanted if not os.access(path, os.R_OK | os.W_OK)]
-    if closed:
-        return failed(
-            f"This user may not open {', '.join(f'/dev/{name}' for name in closed)}.",
-            "Add the user to the group of the driver (HwHiAiUser), or start the container with that group.",
-        )
+    if closed := [f"/dev/{path.name}" for path in wanted if not os.access(path, os.R_OK | os.W_OK)]:
+        group = "Add the user to the group of the driver (HwHiAiUser), or start the container with that group."
+        return failed(f"This user may not open {', '.join(closed)}.", group)
     visible = here.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     chosen = f" ASCEND_RT_VISIBLE_DEVICES={visible} chooses among them." if visible else ""
     if visible and not _can_be_chosen(visible, len(cards)):
         return failed(
-            f"ASCEND_RT_VISIBLE_DEVICES={visible} cannot be met: CANN counts the cards in /dev from 0, here to "
-            f"{len(cards) - 1}, and wants them in ascending order.",
-            "Name cards by these counts, not by the numbers of the host: "
+            f"ASCEND_RT_VISIBLE_DEVICES={visible} is impossible: CANN counts the cards in /dev from 0, here to "
+            f"{len(cards) - 1}, in ascending order.",
             f"ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, range(len(cards))))} is all of them.",
         )
     return ok(f"{len(cards)} card{'s' if len(cards) > 1 else ''} in /dev, open to this user.{chosen}")

@@ -30,10 +30,8 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
     kinds = {tensor.dtype_name for tensor in tensors.values() if not tensor.name.endswith(("_blocks", "_scales"))}
     experts = "MXFP4 experts" if config.quantization else "experts in the BF16 layout"
     if not (model / TOKENIZER).is_file():
-        yield failed(
-            f"{model} has its weights, but no {TOKENIZER}.",
-            f"Copy {TOKENIZER} from the original checkpoint: requests arrive as text.",
-        )
+        remedy = f"Copy {TOKENIZER} from the original checkpoint: requests arrive as text."
+        yield failed(f"{model} has its weights, but no {TOKENIZER}.", remedy)
     yield ok(
         f"{model} is complete: {config.num_hidden_layers} layers of {config.num_local_experts} experts, {experts}, the "
         f"rest in {' and '.join(sorted(kinds))}; {len(tensors)} tensors in {files} file{'s' if files > 1 else ''}, "

@@ -105,16 +105,11 @@ def _judged(here: Machine, server: Server) -> Finding:
         return ok(f"A server listens on {server.place}: this machine alone.")
     proxy = f"Let it listen on 127.0.0.1 behind a proxy that lets in the clients' routes alone: {PAGE}."
     if server.keyed:
-        return warning(
-            f"A server listens on {server.place} with a key. It speaks no TLS, and vLLM {here.vllm} has known holes: "
-            "not without a proxy (within a container, the address that the host publishes counts).",
-            proxy,
-        )
-    unknown = server.environ is None
+        weak = f"It speaks no TLS, and vLLM {here.vllm} has known holes: not without a proxy"
+        return warning(f"A server listens on {server.place} with a key. {weak}.", proxy)
+    key = "asks for no key" if server.environ is not None else "whether it asks for a key is not to be seen"
     return warning(
-        f"A server listens on {server.place}, and "
-        + ("whether it asks for a key is not to be seen" if unknown else "asks for no key")
-        + f": everyone who reaches it can use it, and vLLM {here.vllm} has known holes.",
+        f"A server listens on {server.place}, and {key}: vLLM {here.vllm} has known holes.",
         f"Set VLLM_API_KEY in its environment. {proxy}",
     )
 
@@ -133,10 +128,8 @@ def _unguarded(here: Machine, environ: Mapping[str, str], who: str, keyed: bool 
     remedy = f"Let it in again. {PAGE} lists the holes that it closes."
     starlette = here.version("starlette")
     if starlette and numbers(starlette) < STARLETTE_MENDED:
-        return failed(
-            f"{who} has a key that a Host header passes by (CVE-2026-48746): {why}, and starlette is {starlette}.",
-            remedy,
-        )
+        hole = "a Host header passes by (CVE-2026-48746)"
+        return failed(f"{who} has a key that {hole}: {why}, and starlette is {starlette}.", remedy)
     return warning(f"{who} has a key, which guards /v1 alone: {why}.", remedy)
 
 

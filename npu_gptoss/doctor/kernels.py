@@ -45,13 +45,9 @@ def kernels(platform: str) -> Iterator[Finding]:
         if found.selected is None:
             yield failed(f"No kernel can run{by}.", remedy, **more)
         elif made_for and found.selected.priority < min(kernel.priority for kernel in made_for):
-            yield warning(
-                f"{found.selected.name} is selected{by} and not {made_for[0].name}, which is made for this machine: "
-                "many small launches and waits where one would do (kernels are selected for "
-                f"{current_platform().kind}).",
-                remedy,
-                **more,
-            )
+            better = f"{made_for[0].name}, which is made for this machine"
+            here = f"kernels are selected for {current_platform().kind}"
+            yield warning(f"{found.selected.name} is selected{by} and not {better} ({here}).", remedy, **more)
         elif found.selected.priority == Priority.REFERENCE:
             yield warning(f"{found.selected.name} is selected{by}, the definition: right, and slow.", remedy, **more)
         else:

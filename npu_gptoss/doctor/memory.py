@@ -133,29 +133,21 @@ def memory(
     except InputError:
         yield not_applicable("The checkpoint has no config.json that can be read: see checkpoint.")
         return
-    if length > config.max_position_embeddings:
-        yield failed(
-            f"--max-model-len {length} is more than the checkpoint's {config.max_position_embeddings} positions.",
-            f"Ask for at most {config.max_position_embeddings}.",
-        )
+    if length > (most := config.max_position_embeddings):
+        sentence = f"--max-model-len {length} is more than the checkpoint's {most} positions."
+        yield failed(sentence, f"Ask for at most {most}.")
         return
     if objection := tensor_parallel_objection(config, ranks):
         yield failed(f"{objection.finding}.", objection.advice)
         return
     if device is None:
         found = choice_of(config, ranks, length, 0).expanded
-        yield not_applicable(
-            f"No device is usable; each of {ranks} would need {gib(found.weights)} for weights and {gib(found.kv)} for "
-            f"{length} tokens of KV cache.",
-            details=presets,
-        )
+        need = f"{gib(found.weights)} for weights and {gib(found.kv)} for {length} tokens of KV cache"
+        yield not_applicable(f"No device is usable; each of {ranks} would need {need}.", details=presets)
         return
     if ranks > device.count and not on_cpu:
-        yield failed(
-            f"--tensor-parallel-size {ranks} needs {ranks} devices, torch sees {device.count}.",
-            "Ask for fewer, or make more visible (ASCEND_RT_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES, --device of the "
-            "container).",
-        )
+        remedy = "Ask for fewer, or make more visible (ASCEND_RT_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES, a container's)."
+        yield failed(f"--tensor-parallel-size {ranks} needs {ranks} devices, torch sees {device.count}.", remedy)
     if device.kind == "npu":
         objection = "" if triton else "Triton-Ascend is not installed"
         if config.quantization is None:
@@ -168,10 +160,8 @@ def memory(
             yield warning(f"{uncut.finding}.", uncut.advice)
         yield _elsewhere(config, ranks, length, device, presets)
     if not on_cpu and device.free < device.total * UTILISATION and not device.emulated:
-        yield warning(
-            f"Only {gib(device.free)} of {gib(device.total)} are free now: something else uses {device.name}.",
-            "End it, or choose another card with ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES.",
-        )
+        used = f"Only {gib(device.free)} of {gib(device.total)} are free now: something else uses {device.name}."
+        yield warning(used, "End it, or choose another card by ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES.")
 
 
 SMALLER = "Use more cards (--tensor-parallel-size), or a shorter --max-model-len."
@@ -246,10 +236,8 @@ def graphs(here: Machine, model: Path | None, ranks: int, max_num_seqs: int) -> 
             yield not_applicable("The checkpoint has no config.json that can be read: see checkpoint.")
             return
     else:
-        models = [
-            ("gpt-oss-20b", PUBLISHED_20B.num_hidden_layers, 1),
-            ("gpt-oss-120b", PUBLISHED_120B.num_hidden_layers, 4),
-        ]
+        published = (("gpt-oss-20b", PUBLISHED_20B, 1), ("gpt-oss-120b", PUBLISHED_120B, 4))
+        models = [(name, config.num_hidden_layers, cards) for name, config, cards in published]
     for name, layers, cards in models:
         yield _budget(name, layers, cards, max_num_seqs, aiv, here.release.reckons_streams)
 
@@ -266,20 +254,13 @@ def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool, th
     )
     if len(asked) <= most:
         return ok(f"{sentence}.", subject=name)
-    longer = (
-        ""
-        if aiv or not groups
-        else f"{AIV_VARIABLE}=AIV leaves room for more (not with data parallelism, where it can hang); or "
+    then = "this vllm-ascend captures them all: too many end the start with error 207008"
+    if thinned_out:
+        then = "it thins them out: steps in between are padded to the next size"
+    remedy = (
+        'Name the sizes that you use: --compilation-config \'{"cudagraph_mode": "PIECEWISE", '
+        '"cudagraph_capture_sizes": [16, 10, 4, 2, 1]}\'. Servers that share a card share the streams.'
     )
-    then = (
-        "it thins them out: steps in between are padded to the next size"
-        if thinned_out
-        else "this vllm-ascend captures them all: too many end the start with error 207008"
-    )
-    return warning(
-        f"{sentence}, and {then}.",
-        f"{longer}name the sizes that you use, as in --compilation-config "
-        '\'{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [16, 10, 4, 2, 1]}\'. '
-        "Servers that share a card share the streams.",
-        subject=name,
-    )
+    if groups and not aiv:
+        remedy += f" {AIV_VARIABLE}=AIV leaves room for more (not with data parallelism, where it can hang)."
+    return warning(f"{sentence}, and {then}.", remedy, subject=name)

@@ -54,16 +54,12 @@ def discovered(here: Machine) -> Finding:
     if not installed:
         return failed(f"vLLM does not find the plugin: no package names {OURS} in {GENERAL}.", REINSTALL)
     if all(p.value != VALUE for p in installed):
-        return failed(
-            f"The plugin {OURS} that vLLM finds is {installed[0].value} of {_origin(installed[0])}, not {VALUE}.",
-            f"Uninstall {_origin(installed[0])}. {REINSTALL}",
-        )
+        other = _origin(installed[0])
+        found = f"The plugin {OURS} that vLLM finds is {installed[0].value} of {other}, not {VALUE}."
+        return failed(found, f"Uninstall {other}. {REINSTALL}")
     if OURS not in (p.name for p in loaded(here, GENERAL)):
-        return failed(
-            f"{FILTER}={here.environ[FILTER]} leaves {OURS} out: vLLM would serve gpt-oss without sinks and biases, or "
-            "not at all.",
-            _filter_remedy(here, OURS),
-        )
+        lost = "vLLM would serve gpt-oss without sinks and biases, or not at all"
+        return failed(f"{FILTER}={here.environ[FILTER]} leaves {OURS} out: {lost}.", _filter_remedy(here, OURS))
     return ok(f"vLLM finds the plugin {OURS} ({installed[0].value}).")
 
 
@@ -99,8 +95,8 @@ def platforms(here: Machine) -> Finding:
     if others := [name for name in names if name not in (ASCENDS, cpu_platform.NAME)]:
         general = [p.name for p in here.entry_points(GENERAL) if _origin(p) in KNOWN]
         return warning(
-            f"A second platform plugin is installed ({', '.join(others)}), and vLLM takes one: with two that answer it "
-            "does not start, and this package's own for CPUs steps aside. The check registration shows the result.",
+            f"A second platform plugin is installed ({', '.join(others)}): vLLM does not start when two answer, and "
+            "this package's own for CPUs steps aside.",
             f"Uninstall it, or set {FILTER}={','.join([wanted, *general])}.",
         )
     if kind == CPU and "empty" not in release and here.version("vllm"):
@@ -114,10 +110,8 @@ def platforms(here: Machine) -> Finding:
     if kind == ASCEND:
         return ok(f"vLLM's platform is {ASCENDS}, of vllm-ascend; there is no second one.")
     if reasons := cpu_platform.objections(here.root):
-        return failed(
-            f"This package names no CPU platform to vLLM: {'; '.join(reasons)}.",
-            "Remove what stands there; NPU_GPTOSS_PLATFORM=cpu asks for the CPU on a machine with an accelerator.",
-        )
+        remedy = "NPU_GPTOSS_PLATFORM=cpu asks for the CPU on a machine with an accelerator."
+        return failed(f"This package names no CPU platform to vLLM: {'; '.join(reasons)}.", remedy)
     return ok(f"{cpu_platform.NAME} names vLLM's own CPU platform; there is no second one.")
 
 
@@ -126,33 +120,24 @@ def registration(here: Machine) -> Finding:
     kind = here.platform()[0]
     if entry.version_objection(here.vllm) or OURS not in (p.name for p in loaded(here, GENERAL)):
         return not_applicable("The plugin would not register anything: see above.")
+    rerun = f"Run `python -m {REGISTERED}` to see more."
     try:
         run = subprocess.run(
             [sys.executable, "-m", REGISTERED], capture_output=True, text=True, timeout=LIMIT, env=dict(here.environ)
         )
         found = json.loads(run.stdout.strip().splitlines()[-1]) if run.returncode == 0 else None
     except subprocess.TimeoutExpired:
-        return failed(
-            f"Loading vLLM with its plugins did not end within {LIMIT} s.",
-            f"Run `python -m {REGISTERED}` to see where it hangs.",
-        )
+        return failed(f"Loading vLLM with its plugins did not end within {LIMIT} s.", rerun)
     if found is None:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-        return failed(
-            f"vLLM does not load with its plugins (exit code {run.returncode}): {one_line(last)}",
-            f"Run `python -m {REGISTERED}` to see the whole error.",
-        )
+        return failed(f"vLLM does not load with its plugins (exit code {run.returncode}): {one_line(last)}", rerun)
     device, model = found["device"], found["model"]
     wanted = DEVICE_TYPES[kind]
     if device != wanted:
-        return failed(
-            f"vLLM takes this machine for {device or 'no platform'}, expected {wanted}.",
-            "Do as the checks of platform and plugins say; the server's log names the platform at its start.",
-        )
+        sentence = f"vLLM takes this machine for {device or 'no platform'}, expected {wanted}."
+        return failed(sentence, "Do as the checks of platform and plugins say.")
     ours = releases.here()
     if wanted in ours.devices and model != ours.model:
-        return failed(
-            f"vLLM would run {model} for {entry.ARCHITECTURE}, not {ours.model}: another plugin replaces it.",
-            f"Leave the other plugin out with {FILTER}, or uninstall it.",
-        )
+        sentence = f"vLLM would run {model} for {entry.ARCHITECTURE}, not {ours.model}: another plugin replaces it."
+        return failed(sentence, f"Leave the other plugin out with {FILTER}, or uninstall it.")
     return ok(f"vLLM runs on {device}; {entry.ARCHITECTURE} is {model}.")

@@ -112,12 +112,12 @@ def findings_of(sent: Iterable[str | Finding | Device | End], devices: list[Devi
 
 def _died(end: End, at: str) -> Finding:
     last = [line for line in end.errors.strip().splitlines() if line.strip()]
-    return failed(
-        f"The process of this check {end.how}{': ' + one_line(last[-1]) if last else '.'}",
-        "The libraries of torch, torch-npu, CANN and the driver do not fit together, or the device hangs: do as "
-        "the checks of versions say; `npu-smi info` or `nvidia-smi` shows the device's state.",
-        check=at,
+    remedy = (
+        "torch, torch-npu, CANN and the driver do not fit together, or the device hangs: do as the checks of versions "
+        "say; `npu-smi info` or `nvidia-smi` shows the device's state."
     )
+    said = f": {one_line(last[-1])}" if last else "."
+    return failed(f"The process of this check {end.how}{said}", remedy, check=at)
 
 
 # The child
@@ -176,11 +176,8 @@ def torch_works() -> Finding:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # an extension may raise anything
-        return failed(
-            f"torch cannot be imported: {one_line(error)}",
-            "On an Ascend machine, source CANN's set_env.sh first (a library that is not found is CANN's); else "
-            "install torch again.",
-        )
+        remedy = "On an Ascend machine, source CANN's set_env.sh first; else install torch again."
+        return failed(f"torch cannot be imported: {one_line(error)}", remedy)
     return ok(f"torch {torch.__version__} imports and runs with {torch.get_num_threads()} thread(s).")
 
 
@@ -206,10 +203,8 @@ def device(platform: str, emulated: bool, seen: list[Device]) -> Finding:
             mxfp4 = platform == CUDA and keeps_format("mxfp4", torch.bfloat16)
             seen.append(Device(kind, name, count, total, free, emulated, mxfp4))
         except Exception as error:  # the driver's, torch_npu's, or ours in words
-            return failed(
-                f"There is no {kind} device that works: {one_line(error)}",
-                "Do as the checks of driver, device files and CANN say; NPU_GPTOSS_PLATFORM=cpu uses the CPU instead.",
-            )
+            remedy = "Do as the checks of driver and device files say; NPU_GPTOSS_PLATFORM=cpu uses the CPU instead."
+            return failed(f"There is no {kind} device that works: {one_line(error)}", remedy)
     return _device_finding(platform, seen[0])
 
 
@@ -222,10 +217,8 @@ def _device_finding(platform: str, found: Device) -> Finding:
     if found.emulated:
         return ok(f"{what}: an emulated Ascend 910B. Its speed says nothing about a real one.")
     if platform == ASCEND and not found.name.startswith(CARDS):
-        return warning(
-            f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows.",
-            "Rely on the self-test below, and report its result.",
-        )
+        sentence = f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows."
+        return warning(sentence, "Rely on the self-test below, and report its result.")
     return ok(f"{what}.")
 
 
@@ -260,10 +253,8 @@ def graph_updates() -> Finding:
     from npu_gptoss.serving.ascend import limits
 
     if objection := limits.event_objection():
-        return warning(
-            f"{objection.finding}.",
-            f"Servers capture PIECEWISE graphs instead of FULL_DECODE_ONLY ones; for these {objection.remedy}.",
-        )
+        remedy = f"Servers capture PIECEWISE graphs instead of FULL_DECODE_ONLY ones; for these {objection.remedy}."
+        return warning(f"{objection.finding}.", remedy)
     return ok("Captured attention calls can wait for their lengths (external events).")
 
 

@@ -30,17 +30,11 @@ def remembered(here: Machine, found: Sequence[Finding]) -> Finding:
     ]
     more = {"details": tuple(details)}
     if objection:
-        return warning(
-            f"{name} was tested whole now, but {record.path} cannot be written: {objection}.",
-            "Name a writable folder with XDG_CACHE_HOME, or servers will say that it was never tested.",
-            **more,
-        )
+        remedy = "Name a writable folder with XDG_CACHE_HOME, or servers will say that it was never tested."
+        return warning(f"{name} was tested, but {record.path} cannot be written: {objection}.", remedy, **more)
     if not known.tests:
-        return warning(
-            f"{name} was never tested whole here.",
-            "Run `npu-gptoss doctor` where the card is, and once more after each change of CANN.",
-            **more,
-        )
+        remedy = "Run `npu-gptoss doctor` where the card is, and once more after each change of CANN."
+        return warning(f"{name} was never tested whole here.", remedy, **more)
     sentence = f"{name} was tested whole on {known.when}: {_judgement(known)}; {record.path} remembers it."
     if known.wrong:
         return warning(sentence, "Do as the self-tests above say.", **more)

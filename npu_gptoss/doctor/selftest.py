@@ -23,13 +23,12 @@ from npu_gptoss.verify.self_test.attention import HEAD_DIM
 
 PREFIX = "self-test-"  # before the names of SELF_TESTS
 WRONG = "Text would be wrong without an error: do not serve with it. "
-REMEDY = (
-    WRONG + "`kernels` above names the kernel; {} falls back to plain torch operators. Please report it with "
-    "`npu-gptoss doctor --json`."
-)
-ATTENTION = REMEDY.format("NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops")
-EXPERTS = REMEDY.format("NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops (with --enforce-eager on Ascend)")
-OTHER_CANN = WRONG + "Install another release of CANN, and report it with `npu-gptoss doctor --json`."
+REPORT = "Please report it with `npu-gptoss doctor --json`."
+ATTENTION = f"{WRONG}NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops takes plain torch operators. {REPORT}"
+EXPERTS = f"{WRONG}NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops takes plain ones (--enforce-eager on Ascend). {REPORT}"
+OTHER_CANN = f"{WRONG}Install another release of CANN. {REPORT}"
+ND = f"Keep the experts in ND: NPU_GPTOSS_EXPERT_FORMAT=nd. {REPORT}"
+EAGER = "Serve with --enforce-eager. Another release of CANN may be right."
 # title, remedy of a wrong result, repeats of a right call on a card
 CASES: dict[str, tuple[str, str, int]] = {
     "self-test-sink": ("Attention with sinks", ATTENTION, 1),
@@ -39,16 +38,8 @@ CASES: dict[str, tuple[str, str, int]] = {
     "self-test-activation": ("gpt-oss's activation", EXPERTS, 1),
     "self-test-moe": ("Routing and experts at the edges of their kernels", EXPERTS, 5),
     "self-test-dense": ("Projections and norms", OTHER_CANN, 5),
-    "self-test-nz": (
-        "Weights in FRACTAL_NZ",
-        "Keep the experts in ND: NPU_GPTOSS_EXPERT_FORMAT=nd. Please report it with `npu-gptoss doctor --json`.",
-        1,
-    ),
-    "self-test-graph": (
-        "Routing and experts in a graph",
-        "Serve with --enforce-eager. Another release of CANN may be right.",
-        1,
-    ),
+    "self-test-nz": ("Weights in FRACTAL_NZ", ND, 1),
+    "self-test-graph": ("Routing and experts in a graph", EAGER, 1),
 }
 
 
@@ -110,10 +101,8 @@ def _more(name: str, rank: Rank) -> Iterator[Finding]:
         if objection is None:
             yield ok("Attention captured short follows its updates to long contexts and back.")
         else:
-            yield warning(
-                f"Attention captured short does not follow its updates: {objection}.",
-                "A server checks this at its start and captures PIECEWISE graphs instead of FULL_DECODE_ONLY ones.",
-            )
+            remedy = "A server checks this at its start and captures PIECEWISE graphs instead of FULL_DECODE_ONLY ones."
+            yield warning(f"Attention captured short does not follow its updates: {objection}.", remedy)
 
 
 # --- the bandwidth of the memory
@@ -158,8 +147,6 @@ def judged(speed: float, known: int | None, seen: Device) -> Finding:
         return ok(f"{sentence}; its nominal bandwidth is not known here.")
     sentence += f", {speed / known:.0%} of the nominal {known} GB/s"
     if speed < LOW * known:
-        return warning(
-            f"{sentence}.",
-            "See whether another process uses the device (`npu-smi info`, `nvidia-smi`), or whether it is throttled.",
-        )
+        remedy = "See whether another process uses the device (`npu-smi info`, `nvidia-smi`), or it is throttled."
+        return warning(f"{sentence}.", remedy)
     return ok(f"{sentence}.")

@@ -23,10 +23,8 @@ def machine(here: Machine) -> Finding:
     named = here.environ.get(PLATFORM_VARIABLE, "")
     platform, why = here.platform()
     if named and named not in PLATFORMS:
-        return failed(
-            f"{PLATFORM_VARIABLE}={named} names no platform, and every selection of a kernel will say so.",
-            f"Unset it, or set it to one of {', '.join(PLATFORMS)}.",
-        )
+        remedy = f"Unset it, or set it to one of {', '.join(PLATFORMS)}."
+        return failed(f"{PLATFORM_VARIABLE}={named} names no platform: no kernel can be selected.", remedy)
     emulated = " It is emulated: real packages, no NPU." if here.emulated else ""
     return ok(f"This is {NAMES[platform]} machine: {why}.{emulated}")
 
@@ -39,23 +37,14 @@ def python(here: Machine) -> Finding:
     tested = row.python_on_ascend if ascend else row.python
     if minor in tested:
         return ok(f"Python {release}.")
+    use = f"Use Python {tested[len(tested) // 2]}."
     if ascend and minor in row.python and here.python < (3, 12):
-        return warning(
-            f"Python {release}: vllm-ascend {row.vllm_ascend.recommended} has wheels for it, but everything here is "
-            f"tested on {tested[0]}.",
-            f"Use Python {tested[0]}.",
-        )
+        return warning(f"Python {release} has wheels of vllm-ascend, but {tested[0]} is what is tested.", use)
     if ascend:
-        return failed(
-            f"Python {release}: vllm-ascend {row.vllm_ascend.recommended} has no wheel for it.",
-            f"Make the environment with Python {tested[0]}.",
-        )
+        return failed(f"Python {release}: vllm-ascend {row.vllm_ascend.recommended} has no wheel for it.", use)
     if here.python[:2] < tuple(map(int, tested[0].split("."))):
-        return failed(f"Python {release} is older than {tested[0]}.", f"Use Python {' or '.join(tested)}.")
-    return warning(
-        f"Python {release} is newer than the tested releases ({', '.join(tested)}).",
-        f"Use Python {tested[len(tested) // 2]} when something does not install.",
-    )
+        return failed(f"Python {release} is older than {tested[0]}.", use)
+    return warning(f"Python {release} is newer than the tested releases ({', '.join(tested)}).", use)
 
 
 def numbers(release: str) -> tuple[int, ...]:
@@ -68,17 +57,13 @@ def torch(here: Machine) -> Finding:
     row = here.release
     release = here.version("torch")
     if here.platform()[0] == ASCEND:
-        recommended = row.torch.recommended
-        remedy = f"Install torch {recommended}: `pip install torch=={recommended}` (on x86_64 its CPU build)."
+        remedy = f"`pip install torch=={row.torch.recommended}` (on x86_64 its CPU build)."
         if release is None:
             return failed("torch is not installed.", remedy)
         if row.torch.has(release):
             return ok(f"torch {release}.")
-        return failed(
-            f"torch {release}: torch-npu {row.torch_npu.recommended} is compiled against torch {recommended} and "
-            "does not load with another.",
-            remedy,
-        )
+        needs = f"torch-npu {row.torch_npu.recommended} loads with torch {row.torch.recommended} only"
+        return failed(f"torch {release}: {needs}.", remedy)
     oldest = ".".join(map(str, TORCH_OLDEST))
     if release is None:
         return failed("torch is not installed, and nothing here computes without it.", f"{SET_UP}.")
@@ -97,22 +82,13 @@ def torch_npu(here: Machine) -> Finding:
     if row.torch_npu.has(release):
         return ok(f"torch-npu {release}.")
     if (post := re.match(r"\d+\.\d+\.\d+\.post(\d+)", release)) and int(post[1]) > 1 and cann.series(here) == (8, 3):
-        return failed(
-            f"torch-npu {release} on CANN 8.3: it is made for CANN 8.5 or later, and names operators that have no "
-            "kernel there (npu_clipped_swiglu is one).",
-            remedy,
-        )
+        missing = "which has no kernel for some of its operators (npu_clipped_swiglu)"
+        return failed(f"torch-npu {release} is made for CANN 8.5 or later, and this is 8.3, {missing}.", remedy)
     if numbers(release)[:3] == numbers(row.torch_npu.recommended):
-        return warning(
-            f"torch-npu {release} is not one of {', '.join(row.torch_npu.releases)}, which are made for CANN "
-            f"{row.cann.releases[0]}{OTHER_WHEELS.get(row.name, '')}.",
-            remedy,
-        )
-    return failed(
-        f"torch-npu {release}: vllm-ascend {row.vllm_ascend.recommended} rides on torch-npu "
-        f"{row.torch_npu.recommended}.",
-        remedy,
-    )
+        made = f"{', '.join(row.torch_npu.releases)}, which are made for CANN {row.cann.releases[0]}"
+        return warning(f"torch-npu {release} is not one of {made}{OTHER_WHEELS.get(row.name, '')}.", remedy)
+    needs = f"vllm-ascend {row.vllm_ascend.recommended} needs torch-npu {row.torch_npu.recommended}"
+    return failed(f"torch-npu {release}: {needs}.", remedy)
 
 
 def vllm(here: Machine) -> Iterator[Finding]:
@@ -120,12 +96,10 @@ def vllm(here: Machine) -> Iterator[Finding]:
     fastapi = here.version("fastapi")
     if fastapi is not None and numbers(fastapi) < FASTAPI_OLDEST:
         oldest = ".".join(map(str, FASTAPI_OLDEST))
-        yield failed(
-            f"fastapi {fastapi} is older than {oldest}, and vLLM's server does not start with it: with vllm-ascend's "
-            "fastapi<0.124 a resolver goes back as far as 0.1.17, which has no server.",
-            f'`pip install "fastapi>={oldest},<0.124" "uvicorn[standard]"`, or install the whole stack from its lock, '
-            "without a resolver (docs/running-on-910b.md).",
+        remedy = (
+            f'`pip install "fastapi>={oldest},<0.124" "uvicorn[standard]"`, or use the lock (docs/running-on-910b.md).'
         )
+        yield failed(f"fastapi {fastapi} is older than {oldest}, and vLLM's server does not start with it.", remedy)
 
 
 def _vllm(here: Machine) -> Finding:
@@ -146,17 +120,11 @@ def _vllm(here: Machine) -> Finding:
     served, device = release_of(release), DEVICE_TYPES[platform]
     if device not in served.devices:
         state, stays = (warning, ": gpt-oss stays vLLM's own here") if platform == CUDA else (failed, "")
-        return state(
-            f"vLLM {release}: this package serves on {' and '.join(served.devices)} under it, not on {device}{stays}.",
-            remedy,
-        )
+        where = f"{' and '.join(served.devices)} under it, not on {device}{stays}"
+        return state(f"vLLM {release}: this package serves on {where}.", remedy)
     if platform in (ASCEND, CPU) and "empty" not in build and "cpu" not in build:
         state = warning if platform == ASCEND else failed
-        return state(
-            f"vLLM {release} is not the build without a device (`+empty`): it comes with operators and a torch of "
-            "another platform.",
-            remedy,
-        )
+        return state(f"vLLM {release} is no `+empty` build: it has operators and a torch of another platform.", remedy)
     return ok(f"vLLM {release}.")
 
 
@@ -189,10 +157,7 @@ def _triton_ascend(here: Machine) -> Iterator[Finding]:
         return
     remedy = f"{limits.triton_remedy(here.release)}."
     if release is None:
-        yield failed(
-            f"triton-ascend is not installed, and vLLM {here.release.vllm.recommended} launches a Triton kernel in "
-            "every step: the first request ends the server.",
-            remedy,
-        )
+        why = f"vLLM {here.release.vllm.recommended} launches a Triton kernel in every step"
+        yield failed(f"triton-ascend is not installed: {why}, so the first request ends the server.", remedy)
     else:
         yield warning(f"triton-ascend {release} is not one of {', '.join(wanted.releases)}.", remedy)

@@ -31,37 +31,29 @@ def vocabulary(here: Machine, model: Path | None) -> Finding:
     named = Path(base) / VOCABULARY_FILE
     if here.version("openai-harmony") is None and here.version("oss-harmony") is None:
         state = failed if here.platform()[0] == ASCEND or here.vllm else warning
-        return state(
-            "openai-harmony is not installed, and gpt-oss speaks nothing but harmony.", "`pip install openai-harmony`."
-        )
+        return state("openai-harmony is not installed, and gpt-oss needs it.", "`pip install openai-harmony`.")
     if base and named.is_file() and not is_published_vocabulary(named):
-        return failed(
-            f"{named} is not the published vocabulary (size or SHA-256 differ), and the server would use it.",
-            f"Delete it. {REBUILD}",
-        )
+        wrong = f"{named} is not the published vocabulary (size or SHA-256 differ), and the server would use it."
+        return failed(wrong, f"Delete it. {REBUILD}")
     if (found := find_vocabulary(model)) is not None:
         return _loaded(found, f"found in {found}")
     if can_load():
         return ok("openai-harmony has its vocabulary in its own cache.")
     if model is None:
-        return warning(
-            f"There is no {VOCABULARY_FILE} yet, and no --model to rebuild it from: a server rebuilds it from its "
-            "checkpoint's tokenizer.json.",
-            REBUILD,
-        )
+        rebuilt = "a server rebuilds it from its checkpoint's tokenizer.json"
+        return warning(f"There is no {VOCABULARY_FILE} yet, and no --model: {rebuilt}.", REBUILD)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             build_vocabulary(model, scratch)
         except VocabularyError as error:
-            return failed(
-                f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}",
-                f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with it.",
-            )
+            remedy = f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with it."
+            return failed(f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}", remedy)
         return _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
 
 
 def _loaded(folder: Path, how: str) -> Finding:
     """Loads harmony's encoding from this folder and encodes a sample."""
+    reinstall = "`pip install --force-reinstall openai-harmony`"
     with mock.patch.dict(os.environ, {BASE_VARIABLE: str(folder)}):
         try:
             import openai_harmony
@@ -69,13 +61,9 @@ def _loaded(folder: Path, how: str) -> Finding:
             encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
             back = encoding.decode(encoding.encode(SAMPLE, allowed_special="all"))
         except Exception as error:  # the library may raise anything, a broken build an ImportError
-            return failed(
-                f"The vocabulary is there ({how}), but openai-harmony cannot load it: {one_line(error)}",
-                "`pip install --force-reinstall openai-harmony`.",
-            )
+            sentence = f"The vocabulary is there ({how}), but openai-harmony cannot load it: {one_line(error)}"
+            return failed(sentence, f"{reinstall}.")
     if back != SAMPLE:
-        return failed(
-            f"openai-harmony decodes its own tokens to another text: {back!r}.",
-            f"`pip install --force-reinstall openai-harmony`; then delete {VOCABULARY_FILE}. {REBUILD}",
-        )
+        remedy = f"{reinstall}; then delete {VOCABULARY_FILE}. {REBUILD}"
+        return failed(f"openai-harmony decodes its own tokens to another text: {back!r}.", remedy)
     return ok(f"The harmony vocabulary works offline: {how}.")

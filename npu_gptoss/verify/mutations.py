@@ -75,27 +75,42 @@ def of_result(name: str, *checks: str, change: Callable[[Inputs, Outputs], Outpu
     return Mutation(name, checks, answer)
 
 
+def _changed(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same data with these fields changed; None where a change says so. It has no plans for the old ones."""
+
+    def changed(data: Any) -> Any:
+        fields = {name: change(getattr(data, name)) for name, change in changes.items() if hasattr(data, name)}
+        plans = {"plans": {}} if hasattr(data, "plans") else {}
+        shown = fields and all(value is not None for value in fields.values())
+        return dataclasses.replace(data, **fields, **plans) if shown else None
+
+    return changed
+
+
 # --- attention
 
 
-def _of_metadata(name: str, change: Callable[[AttentionMetadata, int], dict[str, Any] | None]) -> Mutation:
+def _of_metadata(name: str, change: Callable[[AttentionMetadata, int], AttentionMetadata | None]) -> Mutation:
     """Unused blocks hold numbers here, as they do in a server: the mistake is found by its result, not by NaN."""
 
     def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
         metadata = inputs["metadata"]
         changed = change(metadata, inputs["key_cache"].shape[1]) if isinstance(metadata, AttentionMetadata) else None
-        if changed is None:
-            return None
         caches = {name: inputs[name].nan_to_num(nan=0.5) for name in ("key_cache", "value_cache")}
-        return definition({**inputs, **caches, "metadata": dataclasses.replace(metadata, **changed, plans={})})
+        return None if changed is None else definition({**inputs, **caches, "metadata": changed})
 
     return Mutation(name, (PAGED,), answer)
 
 
-def _short_keys(metadata: AttentionMetadata, block_size: int) -> dict[str, Any] | None:
+def _short_keys(metadata: AttentionMetadata, block_size: int) -> AttentionMetadata | None:
     rows = pairwise(metadata.query_start_loc)
     lengths = tuple(max(n - 1, end - start) for n, (start, end) in zip(metadata.seq_lens, rows, strict=True))
-    return None if lengths == metadata.seq_lens else {"seq_lens": lengths}
+    return None if lengths == metadata.seq_lens else dataclasses.replace(metadata, seq_lens=lengths, plans={})
+
+
+def _table(metadata: AttentionMetadata, axis: int, by: int, shown: bool) -> AttentionMetadata | None:
+    table = metadata.block_table.roll(by, axis)
+    return dataclasses.replace(metadata, block_table=table, plans={}) if shown else None
 
 
 def _one_key_ahead(inputs: Inputs, definition: Definition) -> Outputs | None:
@@ -128,13 +143,13 @@ def _heads_in_turn(inputs: Inputs, definition: Definition) -> Outputs | None:
     return {"out": turned[:, order.argsort()]}
 
 
-def _slots(change: Callable[[Tensor], Tensor]) -> Callable[[AttentionMetadata], AttentionMetadata]:
-    return lambda m: dataclasses.replace(m, slot_mapping=change(m.slot_mapping), plans={})
-
-
 def _reversed(metadata: AttentionMetadata) -> AttentionMetadata | None:
     tokens = metadata.num_tokens
-    return _slots(lambda slots: slots[:tokens].flip(0))(metadata) if tokens > 1 else None
+    return _changed(slot_mapping=lambda slots: slots[:tokens].flip(0))(metadata) if tokens > 1 else None
+
+
+def _window_of_a_full_layer(inputs: Inputs) -> int | None:
+    return WINDOW if inputs["sliding_window"] is None else None
 
 
 ATTENTION = (
@@ -146,27 +161,17 @@ ATTENTION = (
     of_each("window 127 for 128", PAGED, sliding_window=lambda window: window - 1 if window > 1 else None),
     of_each("window 129 for 128", PAGED, sliding_window=lambda window: window + 1),
     of_each("window ignored", PAGED, sliding_window=lambda window: SEES_ALL),
-    of_inputs(
-        "window on a layer that sees all",
-        PAGED,
-        sliding_window=lambda i: WINDOW if i["sliding_window"] is None else None,
-    ),
+    of_inputs("window on a layer that sees all", PAGED, sliding_window=_window_of_a_full_layer),
     Mutation("causal off by one", (PAGED,), _one_key_ahead),
     of_each("scale missing", PAGED, scale=lambda scale: 1.0),
     of_each("scale twice", PAGED, scale=lambda scale: scale**2),
-    _of_metadata(
-        "block table of the next request",
-        lambda m, size: {"block_table": m.block_table.roll(1, 0)} if m.num_requests > 1 else None,
-    ),
-    _of_metadata(
-        "block table off by one",
-        lambda m, size: {"block_table": m.block_table.roll(-1, 1)} if max(m.seq_lens) > size else None,
-    ),
+    _of_metadata("block table of the next request", lambda m, size: _table(m, 0, 1, m.num_requests > 1)),
+    _of_metadata("block table off by one", lambda m, size: _table(m, 1, -1, max(m.seq_lens) > size)),
     _of_metadata("keys one too short", _short_keys),
     of_inputs("keys for values", PAGED, value_cache=lambda i: i["key_cache"]),
     Mutation("key heads in turn, not in groups", (PAGED,), _heads_in_turn),
     of_result("padded rows not zeroed", PAGED, change=_tail_kept),
-    of_each("slot off by one", WRITE, metadata=_slots(lambda slots: slots + 1)),
+    of_each("slot off by one", WRITE, metadata=_changed(slot_mapping=lambda slots: slots + 1)),
     of_each("slots in reverse order", WRITE, metadata=_reversed),
     of_inputs("values for keys", WRITE, key=lambda i: i["value"]),
     of_each("rows one too far", WRITE, key=lambda t: t.roll(1, 0)),
@@ -177,13 +182,7 @@ ATTENTION = (
 
 def _of_weights(name: str, **changes: Callable[[Tensor], Tensor | None]) -> Mutation:
     """Changes of the fields that this format has; where it has none of them, the call cannot show it."""
-
-    def change(weights: AnyExperts) -> AnyExperts | None:
-        changed = {field: f(getattr(weights, field)) for field, f in changes.items() if hasattr(weights, field)}
-        shown = changed and not any(tensor is None for tensor in changed.values())
-        return dataclasses.replace(weights, **changed) if shown else None
-
-    return of_each(name, EXPERTS, weights=change)
+    return of_each(name, EXPERTS, weights=_changed(**changes))
 
 
 def _columns(change: Callable[[Tensor], Tensor]) -> Callable[[AnyExperts], AnyExperts]:
@@ -221,12 +220,9 @@ def _no_one(gate_up: Tensor, limit: float) -> Tensor:
     return up * gate * torch.sigmoid(1.702 * gate)
 
 
-def _has_padding(inputs: Inputs) -> bool:
-    return bool((inputs["topk_ids"] < 0).any())
-
-
 def _softmax_over_all(inputs: Inputs) -> Tensor | None:
-    return None if _has_padding(inputs) else torch.softmax(inputs["logits"], -1).gather(1, inputs["topk_ids"])
+    ids = inputs["topk_ids"]
+    return None if bool((ids < 0).any()) else torch.softmax(inputs["logits"], -1).gather(1, ids)
 
 
 def _first_only(weights: Tensor) -> Tensor | None:
@@ -238,7 +234,7 @@ def _map_ignored(weights: AnyExperts) -> AnyExperts | None:
     """Global ids taken for local ones, round the number that is here."""
     if weights.expert_map is None:
         return None
-    return dataclasses.replace(weights, expert_map=torch.arange(len(weights.expert_map)) % weights.num_experts)
+    return _changed(expert_map=lambda places: torch.arange(len(places)) % weights.num_experts)(weights)
 
 
 def _nibbles_swapped(blocks: Tensor) -> Tensor:
@@ -246,14 +242,16 @@ def _nibbles_swapped(blocks: Tensor) -> Tensor:
 
 
 def _scale_off(weights: AnyExperts) -> AnyExperts | None:
-    if not isinstance(weights, Mxfp4Experts):
-        return None
-    return dataclasses.replace(weights, gate_up_proj_scales=weights.gate_up_proj_scales + 1)
+    return _changed(gate_up_proj_scales=lambda t: t + 1)(weights) if isinstance(weights, Mxfp4Experts) else None
 
 
 def _where_several(change: Callable[[Outputs], Outputs]) -> Callable[[Inputs, Outputs], Outputs | None]:
     """For calls that choose more than one expert."""
     return lambda inputs, right: change(right) if inputs["top_k"] > 1 else None
+
+
+def _alike(weights: Tensor) -> Tensor:
+    return torch.full_like(weights, 1 / weights.shape[1])
 
 
 def _all_experts(inputs: Inputs, right: Outputs) -> Outputs | None:
@@ -264,11 +262,7 @@ def _all_experts(inputs: Inputs, right: Outputs) -> Outputs | None:
 MOE = (
     of_result("softmax over all experts", ROUTE, change=_all_experts),
     of_result("weights not normalised", ROUTE, change=lambda i, right: {"weights": right["logits"]}),
-    of_result(
-        "all weights equal",
-        ROUTE,
-        change=_where_several(lambda r: {"weights": torch.full_like(r["weights"], 1 / r["weights"].shape[1])}),
-    ),
+    of_result("all weights equal", ROUTE, change=_where_several(lambda r: {"weights": _alike(r["weights"])})),
     of_each("smallest logits chosen", ROUTE, logits=lambda t: -t),
     of_result("smallest of them first", ROUTE, change=_where_several(lambda r: {"logits": r["logits"].flip(-1)})),
     of_result("one expert twice", ROUTE, change=_where_several(lambda r: {"distinct": r["distinct"] - 1})),
@@ -287,9 +281,7 @@ MOE = (
     of_inputs("routing softmax over all experts", EXPERTS, topk_weights=_softmax_over_all),
     of_each("only the first expert", EXPERTS, topk_weights=_first_only),
     of_each("expert_map ignored", EXPERTS, weights=_map_ignored),
-    of_inputs(
-        "padding rows computed", EXPERTS, topk_ids=lambda i: i["topk_ids"].clamp(min=0) if _has_padding(i) else None
-    ),
+    of_each("padding rows computed", EXPERTS, topk_ids=lambda t: t.clamp(min=0) if bool((t < 0).any()) else None),
     _of_weights("high nibble first in gate and up", gate_up_proj_blocks=_nibbles_swapped),
     _of_weights("high nibble first in down", down_proj_blocks=_nibbles_swapped),
     of_each("scale exponent off by one", EXPERTS, weights=_scale_off),
@@ -305,7 +297,7 @@ def _turned(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[
 
 def _next_slot(inputs: Inputs) -> AttentionMetadata:
     slots = inputs["key_cache"].shape[0] * inputs["key_cache"].shape[1]
-    return _slots(lambda slot: (slot + 1) % slots)(inputs["metadata"])
+    return _changed(slot_mapping=lambda slot: (slot + 1) % slots)(inputs["metadata"])
 
 
 def _last_of_equals(inputs: Inputs, right: Outputs) -> Outputs:
@@ -334,11 +326,7 @@ DENSE = (
     of_inputs("slot off by one", QKV, metadata=_next_slot),
     of_each("smallest logits chosen", ROUTER, weight=lambda t: -t, bias=lambda t: -t),
     of_each("padding rows routed", ROUTER, live=lambda t: torch.ones_like(t) if bool((t == 0).any()) else None),
-    of_result(
-        "routing weight dropped",
-        ROUTER,
-        change=_where_several(lambda right: {"weights": (right["ids"] >= 0).float()}),
-    ),
+    of_result("routing weight dropped", ROUTER, change=_where_several(lambda r: {"weights": (r["ids"] >= 0).float()})),
     of_each("no epsilon", ADD_NORM, eps=lambda eps: 0.0),
     of_each("rows one too far", LOGITS, normed=lambda t: t.roll(1, 0) if len(t) > 1 else None),
     of_each("row of the next token", LOGITS, weight=lambda t: t.roll(1, 0)),
@@ -353,7 +341,7 @@ DENSE = (
 
 def _cursor(change: Callable[[Tensor], Tensor]) -> Callable[[DecodeState], DecodeState]:
     """Another position of each row."""
-    return lambda state: dataclasses.replace(state, cursor=torch.stack((state.cursor[0], change(state.cursor[1]))))
+    return _changed(cursor=lambda cursor: torch.stack((cursor[0], change(cursor[1]))))
 
 
 def _where_padded(change: Callable[[DecodeState], DecodeState]) -> Callable[[DecodeState], DecodeState | None]:
@@ -362,14 +350,10 @@ def _where_padded(change: Callable[[DecodeState], DecodeState]) -> Callable[[Dec
 
 GRAPHS = (
     of_each("position one too far", ADVANCE, state=_cursor(lambda positions: positions + (positions >= 0))),
-    of_each(
-        "block table off by one", ADVANCE, state=lambda s: dataclasses.replace(s, block_table=s.block_table.roll(1, 1))
-    ),
+    of_each("block table off by one", ADVANCE, state=_changed(block_table=lambda table: table.roll(1, 1))),
     of_each("padding rows in use", ADVANCE, state=_where_padded(_cursor(lambda positions: positions.clamp(min=0)))),
-    of_each("another spare slot", ADVANCE, state=_where_padded(lambda s: dataclasses.replace(s, spare_slot=0))),
-    of_result(
-        "the cursor stays", ADVANCE, change=lambda i, right: {n: right[n.replace("second", "first")] for n in right}
-    ),
+    of_each("another spare slot", ADVANCE, state=_where_padded(_changed(spare_slot=lambda slot: 0))),
+    of_result("the cursor stays", ADVANCE, change=lambda i, r: {n: r[n.replace("second", "first")] for n in r}),
 )
 
 # --- functions that are no registered operations

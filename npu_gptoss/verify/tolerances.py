@@ -52,50 +52,33 @@ class Wider:
     of_size: float = 0.0
 
 
+SUMS = Wider("sums of up to 4096 products in another order", scale=4)
+NORMED = Wider("the normed row is rounded before the product, the product before RoPE turns it", of_largest=1 / 64)
+CANCEL = Wider("rounded parts of a sum cancel, in cuBLAS by allow_bf16_reduced_precision_reduction", of_largest=1 / 128)
 # (operation, output, precision) -> the widest tolerance that any kernel needs
 WIDER: dict[tuple[str, str, str], Wider] = {
-    ("attention.paged", "out", "bfloat16"): Wider(
-        "matrix units take the softmax's weights rounded to bf16, 2^-9 of each product; a result is rounded once more",
-        of_size=2**-8,
-    ),
-    ("attention.paged", "out", "float32"): Wider(
-        "up to 9001 products are summed in another order, online softmax rescales them", scale=4
-    ),
+    ("attention.paged", "out", "bfloat16"): Wider("the softmax's weights and each result are rounded", of_size=2**-8),
+    ("attention.paged", "out", "float32"): Wider("up to 9001 products in another order, rescaled by tile", scale=4),
     ("moe.experts", "out", "float32"): Wider(
-        "two sums of up to 2880 products of size ten, then four experts that cancel", scale=8
+        "two sums of up to 2880 products of size ten, experts that cancel", scale=8
     ),
-    ("moe.experts", "out", "bfloat16"): Wider(
-        "the activation, both products and (for many tokens) each share are rounded before they cancel in the sum",
-        of_largest=1 / 128,
-    ),
-    ("dense.qkv", "query", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
-    ("dense.qkv", "key_cache", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
-    ("dense.qkv", "value_cache", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
-    ("dense.qkv", "query", "bfloat16"): Wider(
-        "the normed row is rounded before the product, the product before RoPE turns it", of_largest=1 / 64
-    ),
-    ("dense.qkv", "key_cache", "bfloat16"): Wider("as the queries", of_largest=1 / 64),
-    ("dense.qkv", "value_cache", "bfloat16"): Wider("the normed row is rounded before the product", of_largest=1 / 64),
-    ("dense.output", "out", "float32"): Wider("sums of up to 4096 products in another order", scale=4),
-    ("dense.output", "out", "bfloat16"): Wider("the product is rounded before it cancels", of_largest=1 / 128),
-    ("dense.router", "normed", "float32"): Wider("a mean of up to 2880 squares in another order", scale=4),
-    ("dense.router", "weights", "float32"): Wider("logits that are sums of up to 2880 products", scale=4),
-    ("dense.router", "weights", "bfloat16"): Wider(
-        "logits of up to 8 are rounded to bf16, 2^-9 of each, and the softmax's weights move by that", of_largest=1 / 32
-    ),
-    ("dense.add_norm", "normed", "float32"): Wider("a mean of up to 2880 squares in another order", scale=4),
-    ("dense.logits", "out", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
-    ("dense.logits", "out", "bfloat16"): Wider(
-        "cuBLAS may add parts of the sum that it has rounded, before they cancel (torch's "
-        "allow_bf16_reduced_precision_reduction)",
-        of_largest=1 / 128,
-    ),
-    ("rope.rotate", "x", "bfloat16"): Wider(
-        "both products are rounded before they cancel, as transformers rounds", of_largest=1 / 128
-    ),
-    ("rope.tables", "cos_sin", "float32"): Wider(
-        "angles of up to 131071 radians are products in fp32, which is off by half an ulp of them", of_largest=2**-7
-    ),
+    ("moe.experts", "out", "bfloat16"): Wider("activation, products, shares rounded; they cancel", of_largest=1 / 128),
+    ("dense.qkv", "query", "float32"): SUMS,
+    ("dense.qkv", "key_cache", "float32"): SUMS,
+    ("dense.qkv", "value_cache", "float32"): SUMS,
+    ("dense.qkv", "query", "bfloat16"): NORMED,
+    ("dense.qkv", "key_cache", "bfloat16"): NORMED,
+    ("dense.qkv", "value_cache", "bfloat16"): NORMED,
+    ("dense.output", "out", "float32"): SUMS,
+    ("dense.output", "out", "bfloat16"): CANCEL,
+    ("dense.router", "normed", "float32"): SUMS,
+    ("dense.router", "weights", "float32"): SUMS,
+    ("dense.router", "weights", "bfloat16"): Wider("logits of up to 8, rounded, move the softmax", of_largest=1 / 32),
+    ("dense.add_norm", "normed", "float32"): SUMS,
+    ("dense.logits", "out", "float32"): SUMS,
+    ("dense.logits", "out", "bfloat16"): CANCEL,
+    ("rope.rotate", "x", "bfloat16"): Wider("both products are rounded before they cancel", of_largest=1 / 128),
+    ("rope.tables", "cos_sin", "float32"): Wider("half an ulp of an angle of 131071 radians", of_largest=2**-7),
 }
 
 

@@ -44,63 +44,32 @@ class Case:
     one_group: bool = False
 
 
+MERGED = (
+    "CANN 8.3 as published does not rescale heads that it merges between tiles of 512 keys (ops-transformer "
+    "4251efa76, repaired after 8.3.RC1's sources)"
+)
+SPLIT = "from CANN 8.5 on the keys of one request are split over cores, and the sink is counted once a part or lost"
+BAND = (
+    "the band of a window with sinks (ops-transformer c36036e63, nightly CANN of 25 to 30 March 2026), or a window "
+    "that is cut by a tile of 512 keys"
+)
+EDGES = (1, 2, 64, 127, 128, 129, 512, 513, 639, 1030)
+MASK = "the mask of a chunk whose first tile is hidden, or rows that are merged in a mixed batch"
+CUMULATIVE = "lengths that are taken for cumulative ones (ops-transformer f2ed1423d, CANN 9.1)"
+TAIL = "rows behind the last request are written over"
+LATER = Depth.SECONDS
 CASES = (
+    Case("decode over tiles", (1,) * 4, (400, 513, 1100, 2000), (None,), MERGED),
+    Case("one long request", (1,), (4097,), (None,), SPLIT),
+    Case("windows at tile borders", (1,) * len(EDGES), EDGES, (WINDOW,), BAND),
+    Case("a chunk beside decodes", (1, 520, 1, 37), (1100, 600, 3, 37), FULL_AND_WINDOW, MASK, one_group=True),
     Case(
-        "decode over tiles",
-        (1, 1, 1, 1),
-        (400, 513, 1100, 2000),
-        (None,),
-        "CANN 8.3 as published does not rescale heads that it merges between tiles of 512 keys "
-        "(ops-transformer 4251efa76, repaired after 8.3.RC1's sources)",
+        *("prompts, chunks and decodes together", (1, 700, 1, 37, 1, 513), (1100, 1600, 3, 37, 513, 640)),
+        *(FULL_AND_WINDOW, MASK),
+        depth=LATER,
     ),
-    Case(
-        "one long request",
-        (1,),
-        (4097,),
-        (None,),
-        "from CANN 8.5 on the keys of one request are split over cores, and the sink is counted once a part or lost",
-    ),
-    Case(
-        "windows at tile borders",
-        (1,) * 10,
-        (1, 2, 64, 127, 128, 129, 512, 513, 639, 1030),
-        (WINDOW,),
-        "the band of a window with sinks (ops-transformer c36036e63, nightly CANN of 25 to 30 March 2026), or a window "
-        "that is cut by a tile of 512 keys",
-    ),
-    Case(
-        "a chunk beside decodes",
-        (1, 520, 1, 37),
-        (1100, 600, 3, 37),
-        FULL_AND_WINDOW,
-        "the mask of a chunk whose first tile is hidden, or rows that are merged in a mixed batch",
-        one_group=True,
-    ),
-    Case(
-        "prompts, chunks and decodes together",
-        (1, 700, 1, 37, 1, 513),
-        (1100, 1600, 3, 37, 513, 640),
-        FULL_AND_WINDOW,
-        "the mask of a chunk whose first tile is hidden, or rows that are merged in a mixed batch",
-        depth=Depth.SECONDS,
-    ),
-    Case(
-        "many equal lengths",
-        (1,) * 48,
-        (600,) * 48,
-        (None,),
-        "lengths that are taken for cumulative ones (ops-transformer f2ed1423d, CANN 9.1)",
-        depth=Depth.SECONDS,
-    ),
-    Case(
-        "rows behind the last request",
-        (1, 1, 1),
-        (5, 7, 9),
-        FULL_AND_WINDOW,
-        "rows behind the last request are written over",
-        padding=5,
-        depth=Depth.SECONDS,
-    ),
+    Case("many equal lengths", (1,) * 48, (600,) * 48, (None,), CUMULATIVE, depth=LATER),
+    Case("rows behind the last request", (1, 1, 1), (5, 7, 9), FULL_AND_WINDOW, TAIL, padding=5, depth=LATER),
 )
 
 
