@@ -8,74 +8,30 @@ compare. `vllm bench serve` measures a server.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from types import ModuleType
 
 from npu_gptoss.bench import compare, decode, engine, kernel, random_checkpoint, sweep, tables
 from npu_gptoss.bench.session import Kind
 
-
-@dataclass(frozen=True)
-class Action:
-    """summary: for the list of actions and the action's --help. example: a whole command."""
-
-    does: Kind | ModuleType
-    summary: str
-    example: str
-
-
-ACTIONS = {
-    "decode": Action(
-        decode.KIND,
-        "Measure the time per output token of the offline engine, batch by context.",
-        "npu-gptoss bench decode --size 20b --batch 1 32 --json decode.json",
-    ),
-    "prefill": Action(
-        engine.PREFILL,
-        "Measure the time to the first token of one prompt.",
-        "npu-gptoss bench prefill --size 20b --tokens 8192 --json prefill.json",
-    ),
-    "kernel": Action(
-        kernel,
-        "Measure each registered kernel of an operation alone, at gpt-oss's shapes.",
-        "npu-gptoss bench kernel moe.experts attention.paged --batch 1 32 --json kernel.json",
-    ),
-    "engine": Action(
-        engine,
-        "Measure decode and prefill on one engine, as `bench sweep` does for each layout.",
-        "npu-gptoss bench engine --size 20b --out results",
-    ),
-    "sweep": Action(
-        sweep,
-        "Measure decode and prefill for each way to share the model among GPUs, with tables of speed and cost.",
-        "npu-gptoss bench sweep --size 20b --layouts tp1 tp2 ep2 --out results",
-    ),
-    "compare": Action(
-        compare,
-        "Compare two files of records row by row: faster, slower or within noise.",
-        "npu-gptoss bench compare before.json after.json --fail-on-slower",
-    ),
-    "table": Action(
-        tables,
-        "Print tables of speed and cost by layout from records of decode, prefill and sweep.",
-        "npu-gptoss bench table results/decode.json results/prefill.json",
-    ),
-    "checkpoint": Action(
-        random_checkpoint,
-        "Write a random checkpoint of full size, without a tokenizer.",
-        "npu-gptoss bench checkpoint random-20b --size 20b --weights mxfp4",
-    ),
+# what does it, its help, and the arguments of its example
+ACTIONS: dict[str, tuple[Kind | ModuleType, str, str]] = {
+    "decode": (decode.KIND, "time per output token, batch by context", "--size 20b --batch 1 32 --json decode.json"),
+    "prefill": (engine.PREFILL, "time to the first token of a prompt", "--size 20b --tokens 8192 --json prefill.json"),
+    "kernel": (kernel, "each kernel of an operation alone", "moe.experts attention.paged --batch 1 32 --json k.json"),
+    "engine": (engine, "decode and prefill on one engine, as `sweep` has it", "--size 20b --out results"),
+    "sweep": (sweep, "both for each way to share GPUs, with tables", "--size 20b --layouts tp1 tp2 ep2 --out results"),
+    "compare": (compare, "two files of records, row by row: faster, slower or noise", "a.json b.json --fail-on-slower"),
+    "table": (tables, "tables of speed and cost by layout, from records", "results/decode.json results/prefill.json"),
+    "checkpoint": (random_checkpoint, "write a random full-size checkpoint", "random-20b --size 20b --weights mxfp4"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True)
-    for name, action in ACTIONS.items():
-        sub = commands.add_parser(
-            name, help=action.summary, description=action.summary, epilog=f"example: {action.example}"
-        )
-        action.does.add_arguments(sub)
+    for name, (does, summary, example) in ACTIONS.items():
+        shown = f"example: npu-gptoss bench {name} {example}"
+        does.add_arguments(commands.add_parser(name, help=summary, description=f"{summary}.", epilog=shown))
 
 
 def run(args: argparse.Namespace) -> int:
-    return ACTIONS[args.action].does.run(args)
+    return ACTIONS[args.action][0].run(args)

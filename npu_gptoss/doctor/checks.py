@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+SELF_TESTS = (
+    *("self-test-sink", "self-test-window", "self-test-attention", "self-test-bias", "self-test-activation"),
+    *("self-test-moe", "self-test-dense", "self-test-nz", "self-test-graph"),
+)
 GROUPS: dict[str, tuple[str, ...]] = {
     "Versions": ("machine", "python", "torch", "torch-npu", "vllm", "vllm-ascend"),
     "CANN and driver": ("cann", "nnal", "driver", "device-files"),
@@ -9,19 +13,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Servers": ("variables", "exposure"),
     "Device and kernels": ("torch-works", "device", "attention-operator", "graph-updates", "kernels"),
     "Model": ("vocabulary", "checkpoint", "memory", "graphs"),
-    "Self-test": (
-        "self-test-sink",
-        "self-test-window",
-        "self-test-attention",
-        "self-test-bias",
-        "self-test-activation",
-        "self-test-moe",
-        "self-test-dense",
-        "self-test-nz",
-        "self-test-graph",
-        "bandwidth",
-        "self-test-record",
-    ),
+    "Self-test": (*SELF_TESTS, "bandwidth", "self-test-record"),
 }
 CHECKS = tuple(check for checks in GROUPS.values() for check in checks)
-SELF_TESTS = tuple(check for check in GROUPS["Self-test"] if check not in ("self-test-record", "bandwidth"))

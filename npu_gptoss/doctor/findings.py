@@ -170,11 +170,5 @@ def in_words(findings: Sequence[Finding], groups: Mapping[str, Sequence[str]], b
 
 
 def _wrapped(start: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * max(_INDENT, len(start)),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    indents = {"initial_indent": start, "subsequent_indent": " " * max(_INDENT, len(start))}
+    return textwrap.wrap(text, WIDTH, **indents, break_long_words=False, break_on_hyphens=False)

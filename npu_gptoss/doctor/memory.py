@@ -10,23 +10,9 @@ from pathlib import Path
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Device, Machine
 from npu_gptoss.errors import InputError
+from npu_gptoss.model import device_memory
 from npu_gptoss.model.config import GptOssConfig, published_config, tensor_parallel_objection, uncut_objection
-from npu_gptoss.model.device_memory import (
-    AUTO,
-    BUFFSIZE,
-    RESERVE,
-    UTILISATION,
-    VARIABLE,
-    Choice,
-    Fit,
-    Part,
-    choose,
-    fit,
-    gib,
-    hccl_bytes,
-    kv_bytes_per_token,
-    thousands,
-)
+from npu_gptoss.model.device_memory import BUFFSIZE, UTILISATION, Choice, Fit, Part, choose, fit, gib, thousands
 from npu_gptoss.nominal import MEMORY
 from npu_gptoss.serving.ascend import sizes
 
@@ -41,27 +27,11 @@ PRESETS = (
 
 
 def choice_of(
-    config: GptOssConfig,
-    ranks: int,
-    length: int,
-    total: int,
-    utilisation: float = UTILISATION,
-    *,
-    buffsize: int = BUFFSIZE,
-    objection: str = "",
-    wish: str = AUTO,
+    config: GptOssConfig, ranks: int, length: int, total: int, *utilisation: float, buffsize: int = BUFFSIZE, **how: str
 ) -> Choice:
-    """A server's decision on so many cards."""
-    return choose(
-        config,
-        Part.of(config, ranks),
-        length,
-        total,
-        utilisation,
-        hccl=hccl_bytes(ranks, buffsize),
-        objection=objection,
-        wish=wish,
-    )
+    """A server's decision on so many cards. utilisation, how: as of `choose`."""
+    hccl = device_memory.hccl_bytes(ranks, buffsize)
+    return choose(config, Part.of(config, ranks), length, total, *(utilisation or (UTILISATION,)), hccl=hccl, **how)
 
 
 def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFSIZE, packed: bool = False) -> str:
@@ -93,7 +63,7 @@ def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
     lines = []
     for name, config, ranks in PRESETS:
         choice = choice_of(config, ranks, length, card)
-        found, token = choice.expanded, kv_bytes_per_token(config, Part.of(config, ranks))
+        found, token = choice.expanded, device_memory.kv_bytes_per_token(config, Part.of(config, ranks))
         each = " each" if ranks > 1 else ""
         verdict = settings(config, ranks, card) or "does not fit"
         if found.tokens:
@@ -113,7 +83,7 @@ def memory(
     card_memory: int | None = None,
     buffsize: int = BUFFSIZE,
     triton: bool = False,
-    wish: str = AUTO,
+    wish: str = device_memory.AUTO,
 ) -> Iterator[Finding]:
     """length: --max-model-len. ranks: --tensor-parallel-size. device: of the probe, None without one. card_memory:
     --card-memory, bytes of each of `ranks` cards to compute with instead. buffsize: HCCL_BUFFSIZE, in MB. triton:
@@ -185,9 +155,11 @@ def _on_npu(
     found, other, more = choice.fit, "", ""
     what = "weights, experts packed in MXFP4 and one layer's in BF16," if choice.packed else "BF16 weights"
     sentence = _what_takes_what(found, what, f"of {device.name}")
-    beside = f" beside {gib(found.hccl)} of HCCL's buffers and {gib(RESERVE)} for activations and the driver"
+    beside = (
+        f" beside {gib(found.hccl)} of HCCL's buffers and {gib(device_memory.RESERVE)} for activations and the driver"
+    )
     if not choice.packed and config.quantization is not None:
-        other = f"Experts {packed_line(choice)} ({choice.objection or f'{VARIABLE}=packed'}). "
+        other = f"Experts {packed_line(choice)} ({choice.objection or f'{device_memory.VARIABLE}=packed'}). "
         more = other if choice.kept.tokens > found.tokens else ""
     if not found.fits(max(UTILISATIONS), 0):  # the certain part; the reserve is a rule of thumb
         return failed(f"{sentence}: that does not fit{beside}.", f"{more}{SMALLER}", details=presets)

@@ -253,22 +253,9 @@ def register_kernel(
 
     def decorate(target: Callable[..., Any] | str) -> Any:
         said = summary or " ".join((target.__doc__ or "").strip().split("\n\n")[0].split())
-        registry.add(
-            KernelSpec(
-                full_name,
-                operation.family,
-                operation.mode,
-                solution,
-                target,
-                capability,
-                tuple(signatures),
-                stated,
-                priority,
-                prepare,
-                origin,
-                said,
-            )
-        )
+        name = (full_name, operation.family, operation.mode, solution)
+        takes = (capability, tuple(signatures), stated, priority)
+        registry.add(KernelSpec(*name, target, *takes, prepare, origin, said))
         return target
 
     if function is not None:

@@ -180,18 +180,10 @@ def define_rotary(inputs: Inputs) -> Outputs:
 _VALUES = {"values": ("bfloat16", "float32")}
 _BITS = {"values": "exact", "bits": "exact", "transposed": "exact"}
 _PACKED = {"blocks": "exact", "scales": "exact"}
+_FLOAT32 = {"values": ("float32",)}
 CHECKS = (
     Check("mxfp4.expand", "MXFP4 to floats, every bit", expand_calls, run_expand, define_expand, _VALUES, _BITS),
-    Check(
-        "mxfp4.compress", "floats to MXFP4, every bit", compress_calls, run_compress, define_compress, _VALUES, _PACKED
-    ),
-    Check(
-        "rope.tables",
-        "YaRN's frequencies, cosines and sines",
-        table_calls,
-        run_tables,
-        define_tables,
-        {"values": ("float32",)},
-    ),
+    Check("mxfp4.compress", "floats to MXFP4", compress_calls, run_compress, define_compress, _VALUES, _PACKED),
+    Check("rope.tables", "YaRN's frequencies, cosines and sines", table_calls, run_tables, define_tables, _FLOAT32),
     Check("rope.rotate", "RoPE of heads", rotary_calls, run_rotary, define_rotary, _VALUES),
 )

@@ -12,22 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult},
+    **{ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.GtE: ast.Gt,
-    ast.Gt: ast.GtE,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
+    **{ast.GtE: ast.Gt, ast.Gt: ast.GtE, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 }
 FUNCTIONS = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max"}
 

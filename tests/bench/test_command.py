@@ -137,16 +137,13 @@ def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("action", command.ACTIONS)
-def test_help_of_each_action_has_a_sentence_and_an_example_that_parses(action, capsys):
+def test_example_in_the_help_of_each_action_parses(action, capsys):
     with pytest.raises(SystemExit):
         bench(action, "--help")
-    words = " ".join(capsys.readouterr().out.split())
-    sentence, example = command.ACTIONS[action].summary, command.ACTIONS[action].example
-    assert sentence in words
-    assert f"example: {example}" in words
+    example = " ".join(capsys.readouterr().out.split()).rpartition("example: npu-gptoss bench ")[2]
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    assert parser.parse_args(example.split()[2:]).action == action
+    assert parser.parse_args(example.split()).action == action
 
 
 def test_small_model_gets_one_thread_on_a_cpu_and_a_user_keeps_the_choice(monkeypatch):

@@ -36,13 +36,7 @@ class Case:
     depth: Depth = Depth.START
 
 
-CASES = (
-    Case(1),
-    Case(16),
-    Case(63, infinite=5),
-    Case(64, depth=Depth.SECONDS),
-    Case(257, infinite=64, depth=Depth.SECONDS),
-)
+CASES = (Case(1), Case(16), Case(63, infinite=5), Case(64, None, Depth.SECONDS), Case(257, 64, Depth.SECONDS))
 
 
 def norm_suspect(width: int) -> str:

@@ -86,27 +86,24 @@ NO_ROWS = (
     "a rank without rows, whose results were never written (op-plugin beb79eff, CANN 9.1 and torch-npu 2.7.1.post4)"
 )
 ACTIVATION = "the activation: clamp, addcmul and npu_swiglu, or npu_clipped_swiglu from CANN 8.5 on"
+LATER = Depth.SECONDS
 
 CASES = (
     Case("few tokens", (1, 17), anywhere, GROUPS),
     Case("every second expert", (17,), every_second, GROUPS),
     Case("all to the first expert", (17,), always(0), GROUPS),
     Case("all to the last expert", (17,), always(-1), GROUPS),
-    Case("edges of a tile", (127, 128, 129), always(1), TILES, depth=Depth.SECONDS),
+    Case("edges of a tile", (127, 128, 129), always(1), TILES, depth=LATER),
     Case("a part of the experts", (17,), anywhere, COUNTS, calls=3, of_part=True),
     Case("tokens of other ranks only", (1, 64), elsewhere, NO_ROWS, of_part=True),
-    Case("counts that change", (17, 2049), anywhere, COUNTS, calls=10, inner=64, of_part=True, depth=Depth.SECONDS),
-    Case("sort on one core and on many", (129, 1100, 2049, 4096), anywhere, SORT, inner=64, depth=Depth.SECONDS),
-    Case("sort backwards", (16384,), backwards, SORT, hidden=32, inner=32, depth=Depth.SECONDS),
+    Case("counts that change", (17, 2049), anywhere, COUNTS, calls=10, inner=64, of_part=True, depth=LATER),
+    Case("sort on one core and on many", (129, 1100, 2049, 4096), anywhere, SORT, inner=64, depth=LATER),
+    Case("sort backwards", (16384,), backwards, SORT, hidden=32, inner=32, depth=LATER),
     *(
-        Case(
-            f"activation {inner} wide", (1, 17, 1100), anywhere, ACTIVATION, 1, 64, inner, bias=6.0, depth=Depth.SECONDS
-        )
-        for inner in (2880, 1440, 720)
+        Case(f"activation {wide} wide", (1, 17, 1100), anywhere, ACTIVATION, 1, 64, wide, bias=6.0, depth=LATER)
+        for wide in (2880, 1440, 720)
     ),
 )
-
-
 GATES = ((1, 32), (3, 128), (257, 32), (4096, 128))  # (tokens, experts)
 
 
