@@ -22,10 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tiny": ("npu_gptoss.tiny.command", "write a tiny checkpoint in the official layout, random or trained"),
     "tune": ("npu_gptoss.bench.tune", "measure the kernels' tiles on this NVIDIA GPU, and write them as a table"),
     "verify": ("npu_gptoss.verify.command", "check every kernel that can run here against the definition"),
-    "vocabulary": (
-        "npu_gptoss.harmony.vocabulary_command",
-        "rebuild harmony's vocabulary from a checkpoint, offline",
-    ),
+    "vocabulary": ("npu_gptoss.harmony.vocabulary_command", "rebuild harmony's vocabulary from a checkpoint, offline"),
 }
 
 

@@ -150,10 +150,7 @@ def dense_bytes(config: GptOssConfig) -> int:
 
 
 def decode_work(
-    config: GptOssConfig,
-    contexts: Sequence[int],
-    weights: str,
-    distinct: Sequence[float] | None = None,
+    config: GptOssConfig, contexts: Sequence[int], weights: str, distinct: Sequence[float] | None = None
 ) -> Work:
     """One decode step: a token of each request.
 

@@ -73,5 +73,5 @@ _TILES = "for tile in range(tl.program_id(0), tiles, tl.num_programs({})):"
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("expand_kernel", f"{_TILES.format(0)}  ->  {_TILES.format(1)}"): (
         "each program repeats the work of all others: right, and that many times slower, which no result shows"
-    ),
+    )
 }

@@ -15,10 +15,7 @@ from dataclasses import dataclass
 import torch
 
 # torch.testing's own: reordering of fp32 sums; two bf16 ulps, and an atol for values that cancel near zero
-TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
-    torch.float32: (1e-5, 1.3e-6),
-    torch.bfloat16: (1e-3, 1.6e-2),
-}
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (1e-3, 1.6e-2)}
 
 
 @dataclass(frozen=True)

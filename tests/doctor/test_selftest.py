@@ -114,10 +114,7 @@ def test_a_window_that_is_wrong_in_long_chunks_only_fails(monkeypatch):
 
 @pytest.mark.parametrize(
     ("names", "named"),
-    [
-        (["down_proj_bias"], "down bias dropped"),
-        (["gate_up_proj_bias", "down_proj_bias"], "from the definition"),
-    ],
+    [(["down_proj_bias"], "down bias dropped"), (["gate_up_proj_bias", "down_proj_bias"], "from the definition")],
 )
 def test_a_mistake_in_the_experts_weights_fails_and_is_named(names, named):
     def mutant(hidden_states, weights, topk_weights, topk_ids, swiglu_limit):

@@ -4,22 +4,10 @@ import logging
 
 import pytest
 
-from npu_gptoss.kernels import (
-    ANY,
-    Capability,
-    Platform,
-    Priority,
-    Range,
-    accepts,
-    bind,
-    define_operation,
-    explain,
-    register_kernel,
-    select_kernel,
-    selected_kernels,
-    signature,
-)
-from npu_gptoss.kernels.selection import KernelError
+from npu_gptoss.kernels.platform import Capability, Platform
+from npu_gptoss.kernels.registry import ANY, Priority, Range, define_operation, register_kernel
+from npu_gptoss.kernels.selection import KernelError, bind, explain, select_kernel, selected_kernels
+from npu_gptoss.kernels.signature import accepts, signature
 from tests.kernels.toy import CALL, kernel, select
 from tests.refused import refused
 

@@ -113,14 +113,8 @@ def test_a_users_table_counts_on_the_gpu_that_it_was_measured_on(
         ({"tiles": {}}, "lacks attention.decode.full"),
         ({"tiles": {**shipped()[0].rows, "dense.new": {}}}, "unknown tile, dense.new"),
         ({"tiles": {**shipped()[0].rows, NAME: {"inputs": 256}}}, f"{NAME} needs .* inputs, stages, splits"),
-        (
-            {"tiles": {**shipped()[0].rows, NAME: {"inputs": 256, "stages": 0, "splits": 1}}},
-            "positive whole number",
-        ),
-        (
-            {"tiles": {**shipped()[0].rows, NAME: {"inputs": 256, "stages": "5", "splits": 1}}},
-            "positive whole number",
-        ),
+        ({"tiles": {**shipped()[0].rows, NAME: {"inputs": 256, "stages": 0, "splits": 1}}}, "positive whole number"),
+        ({"tiles": {**shipped()[0].rows, NAME: {"inputs": 256, "stages": "5", "splits": 1}}}, "positive whole number"),
     ],
     ids=["absent", "cut off", "a list", "half a GPU", "empty", "unknown", "too few", "zero", "text"],
 )

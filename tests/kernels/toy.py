@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from npu_gptoss.kernels import (
-    ANY,
-    Capability,
-    Platform,
-    SelectedKernel,
-    accepts,
-    register_kernel,
-    select_kernel,
-    signature,
-)
-from npu_gptoss.kernels.registry import Operation, registry
+from npu_gptoss.kernels.platform import Capability, Platform
+from npu_gptoss.kernels.registry import ANY, Operation, register_kernel, registry
+from npu_gptoss.kernels.selection import SelectedKernel, select_kernel
+from npu_gptoss.kernels.signature import accepts, signature
 
 CALL = signature(x="bfloat16")
 

@@ -56,10 +56,7 @@ def test_right_kernels_pass_with_room_to_spare(platform):
 
 @pytest.mark.parametrize(
     ("rows_on", "seen_by"),
-    [
-        (0, []),
-        (1, [f"{n} [{rows}, {i}] to {o} with an Inf" for n, (i, o) in SHAPES.items() for rows in (63, 257)]),
-    ],
+    [(0, []), (1, [f"{n} [{rows}, {i}] to {o} with an Inf" for n, (i, o) in SHAPES.items() for rows in (63, 257)])],
 )
 def test_inf_that_reaches_another_row_fails_and_its_own_row_does_not(spoil, rows_on, seen_by):
     def spreads(out, x):

@@ -120,6 +120,11 @@ def loses_columns(out, args, kwargs):
     return out
 
 
+SORT = "sort on one core and on many"
+ENDS = ["every second expert, 17", "all to the last expert, 17"]
+WIDE = [f"activation {columns} wide" for columns in (2880, 1440, 720)]
+
+
 @pytest.mark.parametrize(
     ("operator", "wrong", "right_cases", "seen_by"),
     [
@@ -130,24 +135,9 @@ def loses_columns(out, args, kwargs):
             ["every second expert, 17", "all to the last expert, 17"],
         ),
         (MATMUL, loses_row_128, [], ["edges of a tile, 129"]),
-        (
-            ROUTING,
-            swaps_the_last_above_one_core,
-            [],
-            ["sort on one core and on many, 2049", "sort on one core and on many, 4096"],
-        ),
-        (
-            UNPERMUTE,
-            loses_the_last_token,
-            ["few tokens"],
-            ["sort on one core and on many, 4096", "sort backwards, 16384"],
-        ),
-        (
-            SWIGLU,
-            loses_columns,
-            ["activation 2880 wide", "activation 720 wide"],
-            [f"activation 1440 wide, {tokens}" for tokens in (1, 17, 1100)],
-        ),
+        (ROUTING, swaps_the_last_above_one_core, [], [f"{SORT}, 2049", f"{SORT}, 4096"]),
+        (UNPERMUTE, loses_the_last_token, ["few tokens"], [f"{SORT}, 4096", "sort backwards, 16384"]),
+        (SWIGLU, loses_columns, [WIDE[0], WIDE[2]], [f"{WIDE[1]}, {tokens}" for tokens in (1, 17, 1100)]),
     ],
 )
 def test_operator_that_is_wrong_at_an_edge_fails_the_calls_of_that_edge(spoil, operator, wrong, right_cases, seen_by):
