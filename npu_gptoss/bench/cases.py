@@ -16,6 +16,7 @@ from npu_gptoss.bench import roofline
 from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.roofline import BF16_BYTES, FP32_BYTES, Work, kv_bytes_per_token, linear_work
 from npu_gptoss.dense import operations as dense_operations
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import Described, Operation, signature
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe import mxfp4, packed
@@ -26,8 +27,7 @@ from npu_gptoss.verify.cases import DenseInputs, Shape, Sizes, Step, as_decode, 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose experts a rotation walks over on a GPU, where a step is small
 FEWEST = 8  # calls of a rotation of experts
-_OPERATIONS = ("ADD_NORM", "GREEDY", "LOGITS", "OUTPUT", "QKV", "ROUTER")
-DENSE: dict[str, Operation] = {name.lower(): getattr(dense_operations, name) for name in _OPERATIONS}  # by mode
+DENSE = {operation.mode: operation for operation in (ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER)}
 ROLES = {"mxfp4": moe.Mxfp4Experts.format, "fp8": moe.Fp8Experts.format}  # the names of formats in a weight role
 
 
@@ -157,8 +157,8 @@ def write_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     def make(rows: int) -> dict[str, Any]:
         step = inputs.step([(1, 1)] * rows)
         caches = {"key_cache": step.key_cache, "value_cache": step.value_cache}
-        new = {n[: -len("_cache")]: c.flatten(0, 1)[step.metadata.slot_mapping].clone() for n, c in caches.items()}
-        return {**new, **caches, "metadata": step.metadata}
+        key, value = (cache.flatten(0, 1)[step.metadata.slot_mapping].clone() for cache in caches.values())
+        return {"key": key, "value": value, **caches, "metadata": step.metadata}
 
     described = attention.write_call(inputs.empty(1, *heads), inputs.empty(1, inputs.block_size, *heads))
     work = {rows: Work(kv_bytes=2 * rows * kv_bytes_per_token(inputs.config)) for rows in points.rows}

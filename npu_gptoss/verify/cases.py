@@ -278,26 +278,24 @@ def expert_inputs(
     generator: torch.Generator,
     tokens: int,
     *,
-    experts: int = NUM_EXPERTS,
-    hidden: int = HIDDEN,
-    inner: int = INTERMEDIATE,
     top_k: int = TOP_K,
     share: tuple[int, int] | None = None,
     same: bool = False,
     padding: bool = False,
+    **sizes: int,
 ) -> dict[str, Any]:
     """The arguments of `expert_mlp`, and the logits that they follow from.
 
     share: the experts that are here. same: every token goes to the first experts. padding: every third token is a
-    padding row with ids of -1.
+    padding row with ids of -1. sizes: of `random_experts`.
     """
-    weights = random_experts(weight_format, dtype, generator, experts, hidden, inner)
-    logits = torch.randn(tokens, experts, generator=generator)
+    weights = random_experts(weight_format, dtype, generator, **sizes)
+    logits = torch.randn(tokens, weights.num_experts, generator=generator)
     if same:
         logits[:, :top_k] += 50
     values, ids = logits.topk(top_k, dim=-1)
     routing = torch.softmax(values, -1)
-    states = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    states = torch.randn(tokens, weights.hidden_size, generator=generator).to(dtype)
     if padding:
         ids[::3], routing[::3], states[::3] = -1, 0.0, math.nan
     return {

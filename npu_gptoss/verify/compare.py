@@ -122,6 +122,11 @@ def errors(got: torch.Tensor, want: torch.Tensor, limit: Tolerance, size: torch.
     return torch.where(torch.isfinite(got) & torch.isfinite(error), error, inf)
 
 
+def _number(value: torch.Tensor) -> float:
+    """The norm of a row."""
+    return float(value.float().norm()) if value.dim() else float(value)
+
+
 def compare(got: Outputs, want: Outputs, limits: Mapping[str, Tolerance], sizes: Outputs | None = None) -> Verdict:
     """All outputs of a call; tensors on the CPU."""
     verdict = Verdict(0, 0, ())
@@ -135,11 +140,7 @@ def compare(got: Outputs, want: Outputs, limits: Mapping[str, Tolerance], sizes:
         top = error.flatten().topk(min(WORST, error.numel()))
         places = [tuple(int(i) for i in torch.unravel_index(at, error.shape)) for at in top.indices]
         found = [
-            Element(
-                name, at, float(mine[at].float().norm()), float(expected[at].float().norm()), float(e), limit.of_row
-            )
-            if limit.of_row
-            else Element(name, at, float(mine[at]), float(expected[at]), float(e))
+            Element(name, at, _number(mine[at]), _number(expected[at]), float(e), limit.of_row)
             for at, e in zip(places, top.values, strict=True)
         ]
         worst = sorted((*verdict.worst, *found), key=lambda element: -element.error)[:WORST]

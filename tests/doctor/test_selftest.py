@@ -137,24 +137,11 @@ def one_slot_too_far(key, value, key_cache, value_cache, slot_mapping):
     right(key, value, key_cache, value_cache, (slot_mapping + 1) % key_cache.shape[0] * key_cache.shape[1])
 
 
-def nan(**call: Any) -> None:
-    """NaN in one place."""
-    right_attention(**call)
-    call["out"].view(-1)[7] = float("nan")
-
-
-def refusal(**call: Any) -> None:
-    """An operator's words."""
-    raise RuntimeError("call aclnnFusedInferAttentionScoreV4 failed,\n error code is 561002")
-
-
 @pytest.mark.parametrize(
     ("operation", "mutant", "check", "phrases"),
     [
         (("moe", "route"), over_all_experts, "bias", ["from the definition"]),
         (("attention", "write_kv"), one_slot_too_far, "sink", []),
-        (("attention", "paged"), nan, "sink", ["NaN or Inf"]),
-        (("attention", "paged"), refusal, "sink", ["RuntimeError: call aclnnFusedInferAttentionScoreV4 failed"]),
     ],
 )
 def test_a_kernel_that_is_wrong_in_another_way_fails(operation, mutant, check, phrases):
