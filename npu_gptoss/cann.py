@@ -86,15 +86,10 @@ def defect(text: str, day: str = "") -> str | None:
     """The known silent error in this build of CANN; None if there is none. day: its build day."""
     version = parse(text)
     if WRONG_NIGHTLIES[0] <= day <= WRONG_NIGHTLIES[1]:
-        return (
-            f"a nightly build of {day}, and builds of 25 to 30 March 2026 compute attention with a window and sinks "
-            "wrongly (ops-transformer c36036e63, fixed in 2687bb676)"
-        )
+        wrong = "attention with a window and sinks is wrong (ops-transformer c36036e63, fixed in 2687bb676)"
+        return f"a nightly build of {day}: from 25 to 30 March 2026 {wrong}"
     if version is not None and version.series == (9, 1) and version.prerelease:
-        return (
-            "a beta, and betas of 9.1 lose columns in matrix products of fewer than 64 rows (ops-nn e3f831f65, fixed "
-            "in 9.1.0)"
-        )
+        return "a beta: those of 9.1 lose columns in products of fewer than 64 rows (ops-nn e3f831f65)"
     return None
 
 

@@ -29,11 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    return (
-        "usage: npu-gptoss COMMAND [options]\n\ncommands:\n"
-        + "\n".join(lines)
-        + "\n\n`npu-gptoss COMMAND --help` tells more."
-    )
+    head, end = "usage: npu-gptoss COMMAND [options]\n\ncommands:", "\n`npu-gptoss COMMAND --help` tells more."
+    return "\n".join([head, *lines, end])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,11 +73,8 @@ def _run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "openai_harmony":
             raise
-        print(
-            f"npu-gptoss {name}: openai-harmony is not installed, which chats need. A vLLM brings it; without one: "
-            "pip install openai-harmony",
-            file=sys.stderr,
-        )
+        remedy = "A vLLM brings it; without one: pip install openai-harmony"
+        print(f"npu-gptoss {name}: openai-harmony is not installed, which chats need. {remedy}", file=sys.stderr)
         return 2
     parser = argparse.ArgumentParser(prog=f"npu-gptoss {name}", description=module.__doc__)
     if name != "doctor":  # doctor has its own check

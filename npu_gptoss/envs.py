@@ -119,6 +119,5 @@ def get(name: str) -> Any:
     try:
         return variable.parse(text)
     except ValueError as error:
-        raise InputError(
-            f"{name}={text!r} cannot be used: {error}. It means: {variable.meaning}.", field=name
-        ) from None
+        wrong = f"{name}={text!r} cannot be used: {error}. It means: {variable.meaning}."
+        raise InputError(wrong, field=name) from None

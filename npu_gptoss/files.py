@@ -30,7 +30,7 @@ MOST_BYTES = {
 MOST_HEADER_BYTES = 20 * MIB  # of a safetensors file; the format allows 100 MB, gpt-oss has 700 tensors of 100 bytes
 MOST_DEPTH = 50  # of nested lists and objects
 _MOST_DIGITS = 400  # of a whole number, as many as a float can hold
-_AGAIN = "Download it again."
+_AGAIN, _CHECK = "Download it again.", "Check the path and its permissions."
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -55,15 +55,12 @@ def is_there(path: Path, error: type[InputError] = CheckpointError) -> bool:
         mode = path.stat().st_mode
     except FileNotFoundError:
         if path.is_symlink():
-            raise error(
-                f"{path}: expected a file, but it is a link to a file that is not there. {_AGAIN}", field=path.name
-            ) from None
+            dead = "expected a file, but it is a link to a file that is not there"
+            raise error(f"{path}: {dead}. {_AGAIN}", field=path.name) from None
         return False
     except OSError as problem:
-        remedy = "Check the path and its permissions."
-        raise error(
-            f"{short(str(path), 1000)}: expected a file, but {reason(problem)}. {remedy}", field=path.name
-        ) from None
+        wrong = f"expected a file, but {reason(problem)}. {_CHECK}"
+        raise error(f"{short(str(path), 1000)}: {wrong}", field=path.name) from None
     if not stat.S_ISREG(mode):
         kind = next((words for holds, words in _KINDS if holds(mode)), "no regular file")
         raise error(f"{path}: expected a regular file, but it is {kind}. {_AGAIN}", field=path.name)
@@ -79,10 +76,8 @@ def is_directory(path: Path, error: type[InputError] = CheckpointError) -> bool:
     except FileNotFoundError:
         return False
     except OSError as problem:
-        remedy = "Check the path and its permissions."
-        raise error(
-            f"{short(str(path), 1000)}: expected a directory, but {reason(problem)}. {remedy}", field=path.name
-        ) from None
+        wrong = f"expected a directory, but {reason(problem)}. {_CHECK}"
+        raise error(f"{short(str(path), 1000)}: {wrong}", field=path.name) from None
     return True
 
 
@@ -95,9 +90,7 @@ def read_bytes(path: Path, error: type[InputError] = CheckpointError) -> bytes:
         with path.open("rb") as stream:
             content = stream.read(most + 1)
     except OSError as problem:
-        raise error(
-            f"{path}: expected a readable file, but {reason(problem)}. Check its permissions.", field=path.name
-        ) from None
+        raise error(f"{path}: expected a readable file, but {reason(problem)}. {_CHECK}", field=path.name) from None
     if len(content) > most:
         raise error(f"{path}: expected at most {most >> 20} MiB, got more. {_AGAIN}", field=path.name)
     return content

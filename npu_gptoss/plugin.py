@@ -64,11 +64,8 @@ def register() -> None:
     from npu_gptoss.serving.releases.vllm import current_platform
 
     if current_platform.device_type not in row.devices:
-        logger.info(
-            "npu-gptoss leaves the model to vLLM on %s; it serves gpt-oss itself on %s.",
-            current_platform.device_type or "this platform",
-            " and ".join(row.devices),
-        )
+        where, served = current_platform.device_type or "this platform", " and ".join(row.devices)
+        logger.info("npu-gptoss leaves the model to vLLM on %s; it serves gpt-oss itself on %s.", where, served)
         return
 
     from npu_gptoss.serving import limits

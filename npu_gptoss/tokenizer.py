@@ -31,9 +31,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not is_there(path, InputError):
         raise InputError(f"{path}: expected a tokenizer, but there is none. {_AGAIN}", field=FILE_NAME)
     if path.stat().st_size > MOST_BYTES[FILE_NAME]:
-        raise InputError(
-            f"{path}: expected at most {MOST_BYTES[FILE_NAME] >> 20} MiB, got more. {_AGAIN}", field=FILE_NAME
-        )
+        most = MOST_BYTES[FILE_NAME] >> 20
+        raise InputError(f"{path}: expected at most {most} MiB, got more. {_AGAIN}", field=FILE_NAME)
     with panics_told(f"{path} cannot be read as a tokenizer"):
         tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_padding()
@@ -52,11 +51,8 @@ def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raises InputError if the tokenizer has ids without a row in the model."""
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= vocab_size:
-        raise InputError(
-            f"{path}: expected ids below vocab_size of config.json ({vocab_size}), got {largest}. "
-            "Take the tokenizer that belongs to these weights.",
-            field=FILE_NAME,
-        )
+        wrong = f"expected ids below vocab_size of config.json ({vocab_size}), got {largest}"
+        raise InputError(f"{path}: {wrong}. Take the tokenizer of these weights.", field=FILE_NAME)
 
 
 @contextmanager

@@ -66,10 +66,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Row]:
     before, after = _by_key(old), _by_key(new)
     rows = [row for key in before if key in after for row in _rows(what, key, before[key], after[key])]
     if not rows:
-        raise InputError(
-            f"the files have no record of {what} in common (distinguished by {', '.join(KINDS[what].keys)}): "
-            "measure the same points in both"
-        )
+        keys = ", ".join(KINDS[what].keys)
+        raise InputError(f"the files have no record of {what} in common: measure the same {keys} in both")
     return rows
 
 

@@ -55,15 +55,9 @@ def layout(name: str) -> Layout:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_points(parser)
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        type=layout,
-        default=[layout(name) for name in DEFAULT_LAYOUTS],
-        metavar="tpN|epN",
-        help="GPUs that share the model: each expert cut (tp) or dealt out whole (ep); "
-        f"default: {' '.join(DEFAULT_LAYOUTS)}, of which those run that this machine has the GPUs for",
-    )
+    default, shown = [layout(name) for name in DEFAULT_LAYOUTS], " ".join(DEFAULT_LAYOUTS)
+    how = {"nargs": "+", "type": layout, "metavar": "tpN|epN", "default": default}
+    parser.add_argument("--layouts", **how, help=f"GPUs with each expert cut (tp) or dealt out (ep); default: {shown}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -176,9 +176,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"--only {wanted}: no tile's name begins so; there are {', '.join(names)}")
     here = this_gpu()
     if here is None:
-        raise InputError(
-            "tune measures on an NVIDIA GPU, and torch finds none here. Run it on the machine that serves."
-        )
+        raise InputError("tune measures on an NVIDIA GPU; torch finds none here. Run it on the machine that serves.")
     load_kernels()
     device, before = torch.device("cuda"), table()
     rows = dict(before.rows)

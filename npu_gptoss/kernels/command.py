@@ -51,25 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--json", action="store_true", help="print one JSON list")
     why = commands.add_parser("explain", help="which kernel a gpt-oss call runs, and why the others fall out")
     why.add_argument("operation", nargs="?", help="for example attention.paged; default: all")
-    why.add_argument(
-        "--platform", choices=KINDS, help="as on a machine with the supported stack of that kind (default: this one)"
-    )
-    why.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help=f"a role's dtype or a trait; `dtype` sets all roles (default: {EXAMPLE})",
-    )
+    why.add_argument("--platform", choices=KINDS, help="as on a supported machine of that kind (default: this one)")
+    settings = {"action": "append", "default": [], "metavar": "NAME=VALUE"}
+    why.add_argument("--set", **settings, help=f"a role's dtype or a trait; `dtype`: of all roles (default: {EXAMPLE})")
 
 
 def _operations(name: str | None) -> list[Operation]:
     if name is None:
         return [registry.operations[key] for key in sorted(registry.operations)]
     if name not in registry.operations:
-        raise InputError(
-            f"there is no operation {name!r}; there are {', '.join(sorted(registry.operations))}", field="operation"
-        )
+        known = ", ".join(sorted(registry.operations))
+        raise InputError(f"there is no operation {name!r}; there are {known}", field="operation")
     return [registry.operations[name]]
 
 
@@ -86,9 +78,8 @@ def _settings(pairs: list[str]) -> dict[str, object]:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator or name not in known:
-            raise InputError(
-                f"--set {pair!r}: expected NAME=VALUE with NAME one of {', '.join(sorted(known))}", field="--set"
-            )
+            names = ", ".join(sorted(known))
+            raise InputError(f"--set {pair!r}: expected NAME=VALUE with NAME one of {names}", field="--set")
         settings[name] = _value(value)
     return settings
 

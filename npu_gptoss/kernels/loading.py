@@ -56,11 +56,6 @@ def load_plugin(entry_point: object) -> None:
                 loaded()
     except Exception as error:
         registry.remove_origin(origin)
-        logger.warning(
-            "the kernels of plugin %s (%s) are not available: %s: %s. "
-            "Repair or uninstall it, or set NPU_GPTOSS_DISABLE_PLUGINS=1.",
-            origin,
-            entry_point.value,
-            type(error).__name__,
-            error,
-        )
+        why = f"{entry_point.value}: {type(error).__name__}: {error}"
+        remedy = "Repair or uninstall it, or set NPU_GPTOSS_DISABLE_PLUGINS=1."
+        logger.warning("the kernels of plugin %s are not available: %s. %s", origin, why, remedy)

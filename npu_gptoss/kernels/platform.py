@@ -45,9 +45,8 @@ class Platform:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InputError(
-                f"there is no platform {self.kind!r}; expected one of {', '.join(KINDS)}", field="platform"
-            )
+            known = ", ".join(KINDS)
+            raise InputError(f"there is no platform {self.kind!r}; expected one of {known}", field="platform")
 
     @property
     def device_type(self) -> str:

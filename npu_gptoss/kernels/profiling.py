@@ -46,7 +46,6 @@ def kernel_scope(name: str, arguments: Mapping[str, Any]) -> AbstractContextMana
         observer(name, arguments)
     if not getattr(profiler, "_is_profiler_enabled", True):
         return nullcontext()
-    shapes = " ".join(
-        f"{key}={list(value.shape)}" for key, value in arguments.items() if isinstance(value, torch.Tensor)
-    )
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+    shapes = " ".join(f"{key}={list(tensor.shape)}" for key, tensor in tensors.items())
     return profiler.record_function(f"{name} {shapes}".rstrip())

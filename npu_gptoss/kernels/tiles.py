@@ -81,10 +81,8 @@ def read(path: Path, like: Table) -> Table:
     try:
         found = _parsed(parse_json(path.read_bytes()))
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        wrong = f"{type(error).__name__}: {error}"
-        raise InputError(
-            f"{path} is no table of tiles: expected JSON with gpu and tiles, got {wrong}. {remedy}", field="tiles"
-        ) from None
+        wrong = f"expected JSON with gpu and tiles, got {type(error).__name__}: {error}"
+        raise InputError(f"{path} is no table of tiles: {wrong}. {remedy}", field="tiles") from None
     if found.rows.keys() != like.rows.keys():
         name = min(found.rows.keys() ^ like.rows.keys())
         what = "lacks" if name in like.rows else "has an unknown tile,"
@@ -93,10 +91,8 @@ def read(path: Path, like: Table) -> Table:
         if row.keys() != like.rows[name].keys() or not all(
             type(number) is int and number > 0 for number in row.values()
         ):
-            wanted = ", ".join(like.rows[name])
-            raise InputError(
-                f"{path}: {name} needs a positive whole number for each of {wanted}, got {row}. {remedy}", field=name
-            )
+            wanted = f"a positive whole number for each of {', '.join(like.rows[name])}"
+            raise InputError(f"{path}: {name} needs {wanted}, got {row}. {remedy}", field=name)
     return found
 
 
@@ -123,23 +119,16 @@ def table() -> Table:
     if named:
         found = read(Path(named), shipped()[0])
         if here and found.gpu.name != here.name:
-            raise InputError(
-                f"{VARIABLE}={named} was measured on {found.gpu.name}, and this is {here.name}. Measure here: "
-                f"npu-gptoss tune --out FILE; or unset {VARIABLE}.",
-                field=VARIABLE,
-            )
+            remedy = f"Measure here: npu-gptoss tune --out FILE; or unset {VARIABLE}."
+            other = f"{found.gpu.name}, and this is {here.name}"
+            raise InputError(f"{VARIABLE}={named} was measured on {other}. {remedy}", field=VARIABLE)
         return found
     if here is None:
         return shipped()[0]
     found = nearest(here, shipped())
     if found.gpu.name != here.name:
-        logger.warning(
-            "npu-gptoss has no tiles measured on %s and takes those of %s; `npu-gptoss tune --out FILE` measures, and "
-            "%s=FILE takes what it wrote.",
-            here.name,
-            found.gpu.name,
-            VARIABLE,
-        )
+        taken = f"npu-gptoss has no tiles measured on {here.name} and takes those of {found.gpu.name}"
+        logger.warning("%s; `npu-gptoss tune --out FILE` measures, %s=FILE takes what it wrote.", taken, VARIABLE)
     return found
 
 

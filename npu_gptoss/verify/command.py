@@ -33,13 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("filter", nargs="?", metavar="FILTER", help="part of a kernel's or package's name")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random calls (default: 0)")
     parser.add_argument("--cases", type=int, default=4, metavar="N", help="random calls each (default: 4)")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="processes that share the kernels out (default: 1)"
-    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share kernels (default: 1)")
     parser.add_argument("--mutate", action="store_true", help="show that each known mistake would have been caught")
-    parser.add_argument(
-        "--compile", action="store_true", help="Ascend's Triton kernels by Huawei's compiler, without an Ascend"
-    )
+    parser.add_argument("--compile", action="store_true", help="Ascend's Triton kernels by Huawei's compiler, here")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="compute a call that NPU_GPTOSS_DUMP wrote again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     parser.add_argument("--device", default=AUTO, metavar="auto|cpu|cuda|npu", help="where kernels run (default: auto)")

@@ -30,9 +30,8 @@ def expand_calls(spec: CallSpec) -> Iterator[Call]:
     scales = torch.arange(253, dtype=torch.uint8)
     blocks = every.repeat(253, 1, 1)  # [253, 16, 16]: each scale with all bytes
     dtype = getattr(torch, spec.roles["values"])
-    yield Call(
-        "every byte under every scale", {"blocks": blocks, "scales": scales[:, None].expand(-1, 16), "dtype": dtype}
-    )
+    scales = scales[:, None].expand(-1, 16)
+    yield Call("every byte under every scale", {"blocks": blocks, "scales": scales, "dtype": dtype})
     for name, draw in spec.fuzz("mxfp4"):
         generator = torch.Generator().manual_seed(draw.getrandbits(32))
         shape = [draw.randint(1, 7) for _ in range(draw.randint(1, 2))] + [draw.randint(1, 90)]

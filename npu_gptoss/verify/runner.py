@@ -189,10 +189,8 @@ def fitting(target: Target, calls: Iterator[Call], spec: CallSpec) -> Iterator[C
 
 
 def _nothing_fits(target: Target) -> str:
-    stated = "; ".join(
-        f"{trait} {'any' if values is ANY else sorted(values, key=str)}"
-        for trait, values in target.kernel.traits.items()
-    )
+    traits = target.kernel.traits.items()
+    stated = "; ".join(f"{name} {'any' if values is ANY else sorted(values, key=str)}" for name, values in traits)
     missing = ", ".join(not_made(target.kernel, target.check))
     return f"no call fits its traits: {stated or 'no traits'}" + (f"; not made here: {missing}" if missing else "")
 

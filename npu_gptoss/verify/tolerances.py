@@ -56,9 +56,7 @@ CANCEL = Wider("rounded parts of a sum cancel, in cuBLAS by allow_bf16_reduced_p
 WIDER: dict[tuple[str, str, str], Wider] = {
     ("attention.paged", "out", "bfloat16"): Wider("the softmax's weights and each result are rounded", of_size=2**-8),
     ("attention.paged", "out", "float32"): Wider("up to 9001 products in another order, rescaled by tile", scale=4),
-    ("moe.experts", "out", "float32"): Wider(
-        "two sums of up to 2880 products of size ten, experts that cancel", scale=8
-    ),
+    ("moe.experts", "out", "float32"): Wider("two sums of up to 2880 products of ten, that cancel", scale=8),
     ("moe.experts", "out", "bfloat16"): Wider("activation, products, shares rounded; they cancel", of_largest=1 / 128),
     ("dense.qkv", "query", "float32"): SUMS,
     ("dense.qkv", "key_cache", "float32"): SUMS,
