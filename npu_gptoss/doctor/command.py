@@ -38,29 +38,16 @@ def _card(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    counted = {"type": _positive, "metavar": "N"}
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object (docs/doctor.md)")
     form.add_argument("--brief", action="store_true", help="print only warnings, failures and the verdict")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint to look at, and to fit into memory")
-    parser.add_argument(
-        "--max-model-len", type=_positive, default=16384, metavar="N", help="tokens of context to fit (default 16384)"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size", type=_positive, default=1, metavar="N", help="cards for the model (default 1)"
-    )
-    parser.add_argument(
-        "--max-num-seqs",
-        type=_positive,
-        default=256,
-        metavar="N",
-        help="requests at once, for the graphs that are captured (default 256, vLLM's)",
-    )
-    parser.add_argument(
-        "--card-memory",
-        type=_card,
-        metavar="CARD",
-        help=f"reckon memory for cards that are not here: {', '.join(MEMORY)} (64 GB as sold), or GiB",
-    )
+    parser.add_argument("--max-model-len", **counted, default=16384, help="tokens of context to fit (default 16384)")
+    parser.add_argument("--tensor-parallel-size", **counted, default=1, help="cards for the model (default 1)")
+    parser.add_argument("--max-num-seqs", **counted, default=256, help="requests at once, for graphs (default 256)")
+    cards = f"reckon memory for cards that are not here: {', '.join(MEMORY)}, or GiB"
+    parser.add_argument("--card-memory", type=_card, metavar="CARD", help=cards)
 
 
 def diagnose(here: Machine, args: argparse.Namespace) -> Iterator[Finding]:
