@@ -150,6 +150,6 @@ def define_write(inputs: Inputs) -> Outputs:
 _PAGED_ROLES = {"query": KV_DTYPES, "kv": KV_DTYPES, "sinks": KV_DTYPES}
 _EXACT = {"key_cache": "exact", "value_cache": "exact"}
 CHECKS = (
-    Check.of(PAGED, paged_calls, run_paged, _PAGED_ROLES, sizes=paged_sizes),
-    Check.of(WRITE_KV, write_calls, run_write, {"key": KV_DTYPES, "kv": KV_DTYPES}, _EXACT, define_write),
+    Check(PAGED, paged_calls, run_paged, _PAGED_ROLES, sizes=paged_sizes),
+    Check(WRITE_KV, write_calls, run_write, {"key": KV_DTYPES, "kv": KV_DTYPES}, _EXACT, define_write),
 )

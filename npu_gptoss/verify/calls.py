@@ -58,37 +58,32 @@ class Call:
 
 @dataclass(frozen=True)
 class Check:
-    """The check of one operation, or of one function that is no operation (`operation` None).
+    """The check of one operation, or of one function that is no operation, by its name.
 
     calls: makes the calls of a kernel. run: calls the kernel of that name through the public op, on the device.
-    definition: on the CPU. precisions: of each output, by default the call's. sizes: the base of `Tolerance.of_size`.
+    precisions: of each output, by default the call's. defined: None is the reference kernel in float32. sizes: the base
+    of `Tolerance.of_size`.
     """
 
-    name: str
-    summary: str
+    of: Operation | str
     calls: Callable[[CallSpec], Iterator[Call]]
     run: Callable[[Inputs, str | None], Outputs]
-    definition: Definition
     dtypes: Mapping[str, tuple[str, ...]]
     precisions: Mapping[str, str] = field(default_factory=dict)
+    defined: Definition | None = None
     sizes: Callable[[Inputs], Outputs] | None = None
-    operation: Operation | None = None
 
-    @classmethod
-    def of(
-        cls,
-        operation: Operation,
-        calls: Callable[[CallSpec], Iterator[Call]],
-        run: Callable[[Inputs, str | None], Outputs],
-        dtypes: Mapping[str, tuple[str, ...]],
-        precisions: Mapping[str, str] | None = None,
-        definition: Definition | None = None,
-        sizes: Callable[[Inputs], Outputs] | None = None,
-    ) -> Check:
-        """definition: None is the reference kernel in float32."""
-        definition = definition or (lambda inputs: run(widened(inputs), f"{operation.name}.reference"))
-        name, summary = operation.name, operation.summary
-        return cls(name, summary, calls, run, definition, dtypes, precisions or {}, sizes, operation)
+    @property
+    def name(self) -> str:
+        return self.of if isinstance(self.of, str) else self.of.name
+
+    @property
+    def operation(self) -> Operation | None:
+        return None if isinstance(self.of, str) else self.of
+
+    def definition(self, inputs: Inputs) -> Outputs:
+        """The right outputs, computed on the CPU."""
+        return self.defined(inputs) if self.defined else self.run(widened(inputs), f"{self.name}.reference")
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:

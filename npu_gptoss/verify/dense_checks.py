@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -22,9 +22,10 @@ ROWS = (1, 2, 3, 17, FEW_ROWS, FEW_ROWS + 1)
 LARGE_ROWS = (1, 20, 140)
 # gpt-oss's own sizes, apart, so that matrices stay small
 WIDE, MANY_HEADS = {"hidden": 2880, "experts": 32}, {"heads": 64, "kv_heads": 8}
+LARGE = {QKV: (WIDE, MANY_HEADS), OUTPUT: (MANY_HEADS,), GREEDY: ()}  # WIDE for the others
 
 
-def dense_calls(spec: CallSpec, operation: Operation, large: Sequence[Mapping[str, int]]) -> Iterator[Call]:
+def dense_calls(spec: CallSpec, operation: Operation) -> Iterator[Call]:
     """Each class of rows and its edges with and without delta; each head size; large sizes; then random ones."""
     dims = spec.values("head_dim", HEAD_DIMS)
     plans: list[tuple[str, int, Sizes, bool]] = []
@@ -34,7 +35,7 @@ def dense_calls(spec: CallSpec, operation: Operation, large: Sequence[Mapping[st
     if spec.thorough:
         plans += [(f"3 rows, heads of {dim}", 3, dataclasses.replace(usual, head_dim=dim), True) for dim in dims]
         plans.append(("1 row, wider", 1, dataclasses.replace(usual, hidden=640, heads=8, vocab=1000), True))
-        for own in large:
+        for own in LARGE.get(operation, (WIDE,)):
             label = ", ".join(f"{name} {value}" for name, value in own.items())
             sizes = dataclasses.replace(usual, head_dim=dims[0], **own)
             plans += [(f"{rows} row{'s'[: rows - 1]}, {label}", rows, sizes, True) for rows in LARGE_ROWS]
@@ -98,23 +99,15 @@ def run_greedy(inputs: Inputs, kernel: str | None) -> Outputs:
     return {"ids": greedy(inputs["logits"], kernel=kernel)}
 
 
-def _check(
-    operation: Operation,
-    run: Callable[[Inputs, str | None], Outputs],
-    dtypes: Mapping[str, tuple[str, ...]],
-    large: Sequence[Mapping[str, int]] = (WIDE,),
-    precisions: Mapping[str, str] | None = None,
-) -> Check:
-    calls = functools.partial(dense_calls, operation=operation, large=large)
-    return Check.of(operation, calls, run, dtypes, precisions)
-
-
 _WEIGHTED = {"hidden": FLOATS, "weight": FLOATS}
-CHECKS = (
-    _check(QKV, run_qkv, {**_WEIGHTED, "kv": FLOATS}, (WIDE, MANY_HEADS)),
-    _check(OUTPUT, run_output, _WEIGHTED, (MANY_HEADS,)),
-    _check(ROUTER, run_router, _WEIGHTED),
-    _check(ADD_NORM, run_add_norm, {"hidden": FLOATS}),
-    _check(LOGITS, run_logits, _WEIGHTED),
-    _check(GREEDY, run_greedy, {"logits": FLOATS}, (), {"ids": "exact"}),
+CHECKS = tuple(
+    Check(operation, functools.partial(dense_calls, operation=operation), run, dtypes, precisions)
+    for operation, run, dtypes, precisions in (
+        (QKV, run_qkv, {**_WEIGHTED, "kv": FLOATS}, {}),
+        (OUTPUT, run_output, _WEIGHTED, {}),
+        (ROUTER, run_router, _WEIGHTED, {}),
+        (ADD_NORM, run_add_norm, {"hidden": FLOATS}, {}),
+        (LOGITS, run_logits, _WEIGHTED, {}),
+        (GREEDY, run_greedy, {"logits": FLOATS}, {"ids": "exact"}),
+    )
 )

@@ -181,8 +181,8 @@ _BITS = {"values": "exact", "bits": "exact", "transposed": "exact"}
 _PACKED = {"blocks": "exact", "scales": "exact"}
 _FLOAT32 = {"values": ("float32",)}
 CHECKS = (
-    Check("mxfp4.expand", "MXFP4 to floats, every bit", expand_calls, run_expand, define_expand, _VALUES, _BITS),
-    Check("mxfp4.compress", "floats to MXFP4", compress_calls, run_compress, define_compress, _VALUES, _PACKED),
-    Check("rope.tables", "YaRN's frequencies, cosines and sines", table_calls, run_tables, define_tables, _FLOAT32),
-    Check("rope.rotate", "RoPE of heads", rotary_calls, run_rotary, define_rotary, _VALUES),
+    Check("mxfp4.expand", expand_calls, run_expand, _VALUES, _BITS, define_expand),
+    Check("mxfp4.compress", compress_calls, run_compress, _VALUES, _PACKED, define_compress),
+    Check("rope.tables", table_calls, run_tables, _FLOAT32, defined=define_tables),
+    Check("rope.rotate", rotary_calls, run_rotary, _VALUES, defined=define_rotary),
 )

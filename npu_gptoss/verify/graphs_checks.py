@@ -53,4 +53,4 @@ def run_advance(inputs: Inputs, kernel: str | None) -> Outputs:
 
 
 _EXACT = {f"{step} {name}": "exact" for step in ("first", "second") for name in FIELDS}
-CHECKS = (Check.of(ADVANCE, advance_calls, run_advance, {"table": ("int32",)}, _EXACT),)
+CHECKS = (Check(ADVANCE, advance_calls, run_advance, {"table": ("int32",)}, _EXACT),)

@@ -162,7 +162,7 @@ def define_expand(inputs: Inputs) -> Outputs:
 _ROUTE_PRECISIONS = {"weights": "float32", "logits": "exact", "distinct": "exact"}
 _EXPERT_ROLES = {"hidden": WEIGHT_DTYPES, "weight": (*WEIGHT_DTYPES, *PACKED_FORMATS)}
 CHECKS = (
-    Check.of(ROUTE, route_calls, run_route, {"logits": WEIGHT_DTYPES}, _ROUTE_PRECISIONS),
-    Check.of(EXPERTS, expert_calls, run_experts, _EXPERT_ROLES),
-    Check.of(packed.EXPAND, packed_calls, run_expand, {"out": ("bfloat16",)}, {"bits": "exact"}, define_expand),
+    Check(ROUTE, route_calls, run_route, {"logits": WEIGHT_DTYPES}, _ROUTE_PRECISIONS),
+    Check(EXPERTS, expert_calls, run_experts, _EXPERT_ROLES),
+    Check(packed.EXPAND, packed_calls, run_expand, {"out": ("bfloat16",)}, {"bits": "exact"}, define_expand),
 )
