@@ -42,6 +42,7 @@ _COPIED = """
     tokenizer* special_tokens_map.json added_tokens.json vocab.json merges.txt generation_config.json chat_template*
     *.tiktoken LICENSE* USAGE_POLICY*
 """
+_STEP = 1 << 22  # elements that are compared at once
 _GB = 1e9
 
 
@@ -54,11 +55,13 @@ class Change:
     largest: float = 0.0
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        before, after = before.float(), after.float()
-        difference = after - before
-        self.error += difference.square().sum(dtype=torch.float64).item()
-        self.size += before.square().sum(dtype=torch.float64).item()
-        self.largest = max(self.largest, difference.abs().max().item())
+        rows = max(1, _STEP * len(before) // before.numel())
+        for was, became in zip(before.split(rows), after.split(rows), strict=True):
+            was = was.float()
+            difference = became.float() - was
+            self.error += difference.square().sum(dtype=torch.float64).item()
+            self.size += was.square().sum(dtype=torch.float64).item()
+            self.largest = max(self.largest, difference.abs().max().item())
 
     def join(self, other: Change) -> None:
         self.error, self.size = self.error + other.error, self.size + other.size
@@ -163,7 +166,7 @@ def _made(job: Job, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str
         else:
             tensors[name] = floats
             kept |= {} if had is None else {scales: had}
-        if change.size:
+        if change.error:
             changes.setdefault(split_layer(name)[1], Change()).join(change)
     return tensors, kept, changes
 
@@ -228,6 +231,9 @@ def _note(job: Job, done: Mapping[str, Any]) -> None:
 
 def _resumed(job: Job) -> dict[str, Any]:
     """The shards that an interrupted run of the same command has finished; what another one left is deleted."""
+    for path in job.staging.rglob(".*"):  # half a file, which SIGKILL left
+        if path.name != ".lock":
+            path.unlink()
     try:
         noted = json.loads((job.staging / PROGRESS).read_bytes())
         if noted["fingerprint"] == job.fingerprint():
