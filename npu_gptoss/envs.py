@@ -60,7 +60,7 @@ class Variable:
 
 _FORMAT, _WEIGHTS = _one_of("auto", "nd", "nz"), _one_of("auto", "expanded", "packed")
 _ROWS: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
-    ("NPU_GPTOSS", _switch, True, "0: stock vLLM, as if this package were not installed"),
+    ("NPU_GPTOSS", _switch, True, "0: stock vLLM, as if uninstalled; 1: on NVIDIA GPUs, never vLLM's own model"),
     ("NPU_GPTOSS_COMMIT", str, "", "the commit that `bench` writes into its records, where git cannot tell it"),
     ("NPU_GPTOSS_DISABLE_PLUGINS", _switch, False, "ignore third-party kernels (entry points `npu_gptoss.kernels`)"),
     ("NPU_GPTOSS_DRAIN_SECONDS", _seconds, 3.0, "how long a stopping server waits for requests in flight, up to 3600"),
@@ -78,6 +78,7 @@ _ROWS: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
     ("NPU_GPTOSS_PLATFORM", str, "", "select kernels as if on this platform: ascend, cuda or cpu"),
     ("NPU_GPTOSS_SKIP_PATCHES", names, (), "names of runtime patches of vLLM to leave out, separated by commas"),
     ("NPU_GPTOSS_TILES", str, "", "on NVIDIA GPUs: a file of `npu-gptoss tune`, in the place of the package's tiles"),
+    ("NPU_GPTOSS_TRACEBACK", _switch, False, "a server whose start fails shows its tracebacks"),
 )
 VARIABLES: dict[str, Variable] = {row[0]: Variable(*row) for row in _ROWS}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 
-from npu_gptoss.serving.releases import RELEASES, Release, installed_vllm, release_of
+from npu_gptoss.serving.releases import RELEASES, installed_vllm, release_of
 
 ARCHITECTURE = "GptOssForCausalLM"
 # Seconds until an idle connection is closed. vLLM's 5 equal the limit of OpenAI's clients, whose next request can then
@@ -52,6 +52,9 @@ def register() -> None:
         return
 
     from npu_gptoss.serving import compat, false_alarms
+    from npu_gptoss.serving.compat.start import ends
+
+    ends.install()
 
     os.environ.setdefault(*KEEP_ALIVE)
     if os.environ.get(_TOLD) is None:  # once per server, not once per process
@@ -68,18 +71,9 @@ def register() -> None:
         logger.info("npu-gptoss leaves the model to vLLM on %s; it serves gpt-oss itself on %s.", where, served)
         return
 
-    from npu_gptoss.serving import limits
+    from npu_gptoss.serving import aside, limits
 
     row.module("vllm").register_formats()
     limits.register(ARCHITECTURE)
-    _register_model(row)
-
-
-def _register_model(row: Release) -> None:
-    from npu_gptoss.serving.releases.vllm import ModelRegistry
-
-    module, _, name = row.model.partition(":")
-    known = ModelRegistry.models.get(ARCHITECTURE)
-    if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
-        ModelRegistry.models.pop(ARCHITECTURE, None)  # vLLM warns of a registered name
-        ModelRegistry.register_model(ARCHITECTURE, row.model)  # by name: imports the class only where it is needed
+    if not aside.stepped_aside():
+        aside.take_over()

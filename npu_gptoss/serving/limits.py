@@ -6,19 +6,20 @@ refusals to vLLM's own for gpt-oss; the model calls `checked_config` once more.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from npu_gptoss.errors import InputError, Refusal, asked_for
+from npu_gptoss.errors import InputError, Refusal, asked_for, short
 from npu_gptoss.model.config import ConfigError, GptOssConfig
+from npu_gptoss.model.config_fields import ARCHITECTURE, MODEL_TYPE
+from npu_gptoss.serving import aside
 from npu_gptoss.serving.ascend import limits as ascend
 from npu_gptoss.serving.cuda import limits as cuda
 
 if TYPE_CHECKING:
-    from npu_gptoss.serving.releases.vllm import VllmConfig
+    from vllm.config import ModelConfig
 
-logger = logging.getLogger("vllm.npu_gptoss")
+    from npu_gptoss.serving.releases.vllm import VllmConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")
 
@@ -34,19 +35,26 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     drafters = f"{' and '.join(DRAFTERS)} draft here" if DRAFTERS else "no drafter is supported"
     dtypes = ascend.dtypes() if device_type == "npu" else ("bfloat16", "float32")
     why = f"gpt-oss runs in {' or '.join(dtypes)} on {device_type}"
-    yield dtype not in dtypes, Refusal("--dtype", dtype, why, f"use --dtype {dtypes[0]}")
+    generates = model.runner_type == "generate"
+    wrong = dtype not in dtypes and generates  # vLLM chooses another for pooling
+    yield wrong, Refusal("--dtype", dtype, why, f"use --dtype {dtypes[0]}")
     why = "weights come from safetensors"
     yield load_format not in LOAD_FORMATS, Refusal("--load-format", load_format, why, "use --load-format auto")
-    why, remedy = "adapters are not supported", "merge them into the checkpoint"
-    yield config.lora_config is not None, Refusal("--enable-lora", None, why, remedy)
+    remedy = f"run `npu-gptoss convert {short(model.model)} MERGED --lora ADAPTER` and serve MERGED"
+    wrong = config.lora_config is not None
+    yield wrong, Refusal("--enable-lora", None, "adapters are not supported", remedy)
     why = "the checkpoint's own format is served, MXFP4 or BF16"
-    yield model.quantization not in QUANTIZATIONS, Refusal("--quantization", model.quantization, why, out)
+    written = (getattr(model.hf_config, "quantization_config", None) or {}).get("quant_method")
+    wrong = model.quantization not in QUANTIZATIONS and written != model.quantization  # else config.json's rule says it
+    yield wrong, Refusal("--quantization", model.quantization, why, out)
     why = "the KV cache has the model's dtype"
-    yield kv_dtype != "auto" or kv_scales, Refusal("--kv-cache-dtype", kv_dtype, why, out)
+    yield kv_dtype != "auto", Refusal("--kv-cache-dtype", kv_dtype, why, out)
+    yield kv_scales, Refusal("--calculate-kv-scales", None, why, out)
     wrong = drafter is not None and drafter.method not in DRAFTERS
     yield wrong, Refusal("--speculative-config", None, drafters, out)
-    wrong = model.runner_type != "generate"
-    yield wrong, Refusal("--runner", model.runner_type, "this port generates text", out)
+    yield not generates, Refusal("--runner", model.runner_type, "this port generates text", out)
+    converted = generates and model.convert_type != "none"
+    yield converted, Refusal("--convert", model.convert_type, "this port generates text", out)
     why = "every other layer was trained with its window"
     yield model.disable_sliding_window, Refusal("--disable-sliding-window", None, why, out)
     yield parallel.enable_eplb, Refusal("--enable-eplb", None, "experts do not move between ranks", out)
@@ -66,7 +74,7 @@ def objections(config: VllmConfig, device_type: str) -> list[Refusal]:
 def checked_config(config: VllmConfig) -> GptOssConfig:
     """Returns the checkpoint's config.json as vLLM holds it, overrides included, if nothing is refused.
 
-    Raises InputError with every refusal at once, and logs the sentence, because vLLM wraps the exception in its own.
+    Raises InputError with every refusal at once.
     """
     from npu_gptoss.serving.releases.vllm import as_written, current_platform
 
@@ -77,9 +85,15 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
         found += error.at(f"config.json of {config.model_config.model}").refusals
     if found:
         sentence = "npu-gptoss cannot serve this. " + " ".join(f"{refusal}." for refusal in found)
-        logger.error("%s", sentence)
         raise InputError(sentence, refusals=tuple(found))
     return checked
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises InputError if vLLM would serve gpt-oss by another class than ours."""
+    if model.hf_config.model_type == MODEL_TYPE and model.architecture != ARCHITECTURE:
+        why = "this package's own model has gpt-oss's kernels"
+        raise InputError(Refusal("--model-impl", model.model_impl, why, "leave it out"))
 
 
 def register(architecture: str) -> None:
@@ -96,13 +110,14 @@ def register(architecture: str) -> None:
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
-            checked_config(vllm_config)
-            count_steps(vllm_config)
-            if current_platform.device_type == "npu":
-                ascend_sizes.cap(vllm_config)
-                ascend.choose_graphs(vllm_config)
-            elif current_platform.device_type == "cuda":
-                cuda.choose_graphs()
+            if not aside.stepped_aside():
+                checked_config(vllm_config)
+                count_steps(vllm_config)
+                if current_platform.device_type == "npu":
+                    ascend_sizes.cap(vllm_config)
+                    ascend.choose_graphs(vllm_config)
+                elif current_platform.device_type == "cuda":
+                    cuda.choose_graphs()
             known.verify_and_update_config(vllm_config)
 
     MODELS_CONFIG_MAP[architecture] = GptOssLimits

@@ -61,11 +61,14 @@ def serve(directory: Path) -> int:
     from vllm.entrypoints.cli import main
     from vllm.v1.engine.core_client import EngineCoreClient
 
+    from npu_gptoss.serving.compat.start import ends
+
     def would_fork(*_: object, **__: object) -> None:
         os._exit(STARTS)
 
     EngineCoreClient.make_async_mp_client = staticmethod(would_fork)
     sys.argv = ["vllm", "serve", str(directory), "--host", "127.0.0.1", "--port", "0", "--max-model-len", "1024"]
+    ends.install()
     main.main()
     return 0
 
@@ -128,9 +131,7 @@ def _child(action: Callable[[Path], int], directory: Path, scratch: Path) -> Non
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
-        import traceback
-
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -306,21 +305,11 @@ def create_config(directory: Path, options: dict[str, Any]) -> None:
     EngineArgs(model=str(directory), skip_tokenizer_init=True, max_model_len=256, **options).create_engine_config()
 
 
-def verdict(directory: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> str:
-    """The log and the error when vLLM builds its whole configuration with these options."""
-    logger = logging.getLogger("vllm.npu_gptoss")
-    logger.addHandler(caplog.handler)  # vLLM's loggers may or may not hand on to the root
-    try:
-        with pytest.raises((ValueError, NotImplementedError)) as caught:
-            create_config(directory, options)
-    finally:
-        logger.removeHandler(caplog.handler)
-    said = {record.getMessage() for record in caplog.records if record.name == logger.name}
-    if not said:  # of config.json: refused before vLLM wraps what is raised, so that nothing is logged beside it
-        return str(caught.value)
-    (sentence,) = said
-    assert sentence in str(caught.value)
-    return sentence
+def verdict(directory: Path, **options: Any) -> str:
+    """The error when vLLM builds its whole configuration with these options."""
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        create_config(directory, options)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -339,14 +328,14 @@ def verdict(directory: Path, caplog: pytest.LogCaptureFixture, **options: Any) -
         ({"hf_overrides": {"attention_bias": False}}, "attention_bias = False"),
     ],
 )
-def test_unsupported_options_are_refused_before_the_load(options, asked, directory, caplog):
-    said = verdict(directory, caplog, **options)
-    assert said.startswith("npu-gptoss cannot serve this. ") or "hf_overrides" in options
+def test_unsupported_options_are_refused_before_the_load(options, asked, directory):
+    said = verdict(directory, **options)
+    assert "npu-gptoss cannot serve this. " in said or "hf_overrides" in options
     assert f"{asked}: " in said
 
 
-def test_all_refusals_come_at_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    said = verdict(directory, caplog, dtype="float16", enable_lora=True)
+def test_all_refusals_come_at_once(directory: Path) -> None:
+    said = verdict(directory, dtype="float16", enable_lora=True)
     assert "--dtype float16" in said
     assert "--enable-lora" in said
 
@@ -359,6 +348,9 @@ def configuration(**changes: Any) -> SimpleNamespace:
             "quantization": None,
             "runner_type": "generate",
             "disable_sliding_window": False,
+            "model": "gpt-oss-20b",
+            "convert_type": "none",
+            "hf_config": SimpleNamespace(),
         },
         "cache_config": {"cache_dtype": "auto", "calculate_kv_scales": False, "kv_sharing_fast_prefill": False},
         "parallel_config": {"enable_eplb": False, "enable_dbo": False, "decode_context_parallel_size": 1},
@@ -375,11 +367,12 @@ def configuration(**changes: Any) -> SimpleNamespace:
     ("change", "option"),
     [
         ({"runner_type": "pooling"}, "--runner pooling"),
+        ({"convert_type": "embed"}, "--convert embed"),
         ({"disable_sliding_window": True}, "--disable-sliding-window"),
         ({"enable_eplb": True}, "--enable-eplb"),
         ({"enable_dbo": True}, "--enable-dbo"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
-        ({"calculate_kv_scales": True}, "--kv-cache-dtype auto"),
+        ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
     ],
 )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # vLLM's graphs that break off at a function, instead of torch.compile's pieces
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
@@ -49,7 +50,8 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     why = "prompts are text or token ids"
     yield model.enable_prompt_embeds, Refusal("--enable-prompt-embeds", None, why, out)
     why = "the model is written for the second model runner"
-    yield not config.use_v2_model_runner, Refusal("VLLM_USE_V2_MODEL_RUNNER", 0, why, "unset it")
+    first = os.environ.get(RUNNER) == "0"  # vLLM also chooses the first runner for --enable-dbo and some drafters
+    yield first and not config.use_v2_model_runner, Refusal(RUNNER, 0, why, "unset it")
     why = "the model is not compiled, so graphs break off at its attention"
     yield os.environ.get(BREAKABLE) == "0", Refusal(BREAKABLE, 0, why, "unset it")
 

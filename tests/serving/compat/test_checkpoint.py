@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.start import checkpoint
 from tests.model.corrupt import INDEX, VOCABULARY, write_pristine
-from tests.serving.compat.of_release import OLD, parsed
+from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
 
@@ -128,27 +128,6 @@ def test_broken_tokenizer_of_a_hub_is_refused_before_a_request(
         return
     with pytest.raises(InputError, match=words):
         checkpoint.check_tokenizer_of_hub(config)
-
-
-def test_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, tmp_path):
-    from vllm.entrypoints.cli import serve
-
-    async def refuses(_: object) -> None:
-        raise InputError("the sentence")
-
-    monkeypatch.setattr(serve, "run_server", refuses)
-    args = parsed("--api-server-count", "1")
-    args.model_tag = str(tmp_path)
-    with patched("refusal-sentence"):
-        for model, words in ((str(tmp_path), "the sentence"), (str(tmp_path / "nowhere"), "there is none")):
-            args.model_tag = model
-            with pytest.raises(SystemExit) as ended:
-                serve.ServeSubcommand.cmd(args)
-            assert ended.value.code == 1
-            said = capsys.readouterr().err
-            assert said.startswith("vllm serve: ")
-            assert words in said
-            assert said.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -7,81 +7,78 @@ forked engine: a missing shard takes a minute and three tracebacks. `serve`, `LL
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.errors import InputError, short
+from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import ARGUMENTS, SERVE
+from npu_gptoss.serving.compat.targets import ARGUMENTS
+from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
 
 
-@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", releases=("0.11", "0.23"), until="0.33")
+@repair(
+    "checkpoint-check",
+    f"{ARGUMENTS}:EngineArgs.__post_init__ .create_engine_config",
+    releases=("0.11", "0.23", "0.33"),
+    until="vLLM checks a checkpoint before it starts an engine, and asks plugins which model to use",
+)
 def install_check(module: ModuleType) -> None:
     """A checkpoint that cannot be served hangs vLLM, or a forked engine refuses it after a minute, under tracebacks;
-    the error of a broken config.json does not name the file."""
+    the error of a broken config.json does not name the file.
+
+    The wrapper also decides between our model and vLLM's own (`serving/aside.py`).
+    """
     owner = module.EngineArgs
     expect_parameters(owner.create_engine_config, "usage_context", "headless")
     expect_source(owner.create_engine_config, "maybe_override_with_speculators(", "self.create_model_config()")
 
+    @around(owner, "__post_init__")
+    def __post_init__(original: Callable[..., None], self: EngineArgs) -> None:
+        if self.model.startswith(_PATHS) and not os.path.exists(self.model):  # noqa: PTH110  # never raises
+            raise InputError(f"{self.model}: expected a checkpoint's directory, but there is none. Check the path.")
+        original(self)  # looks it up in the hub's cache
+
     @around(owner, "create_engine_config")
     def create_engine_config(original: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
-        check(self)
-        made = original(self, *args, **options)
-        check_tokenizer_of_hub(made.model_config)
-        return made
+        from npu_gptoss.serving import aside, limits
+        from npu_gptoss.serving.releases.vllm import current_platform
 
+        if current_platform.device_type not in here().devices:
+            return original(self, *args, **options)
 
-@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", releases=("0.11", "0.23"), until="0.33")
-def install_sentence(module: ModuleType) -> None:
-    """vllm serve ends with a traceback instead of a sentence that says what to do."""
-    owner = module.ServeSubcommand
-    expect_source(owner.cmd, "args.model = args.model_tag", "uvloop.run(run_server(args))")
+        def make() -> VllmConfig:
+            ours = not aside.stepped_aside()
+            if ours:
+                check(self)
+                if current_platform.device_type == "cpu":  # steps end before they return: nothing to overlap
+                    self.async_scheduling = False
+            made = original(self, *args, **options)
+            check_tokenizer_of_hub(made.model_config)
+            if ours:
+                limits.check_model(made.model_config)
+            return made
 
-    @around(owner, "cmd")
-    def cmd(original: Callable[..., None], args: argparse.Namespace) -> None:
-        from pydantic import ValidationError
-
-        model = getattr(args, "model_tag", None) or args.model
-        try:
-            if model.startswith(_PATHS) and not Path(model).exists():
-                raise InputError(f"{model}: expected a checkpoint's directory, but there is none. Check the path.")
-            original(args)
-        except InputError as error:
-            _end(str(error))
-        except ValidationError as error:  # vLLM wraps exceptions from the check of its options
-            found = [entry.get("ctx", {}).get("error") or entry["msg"] for entry in error.errors()]
-            if not any(isinstance(one, InputError) for one in found) and not is_gpt_oss(Path(model)):
-                raise
-            _end(" ".join(short(str(one), 2000) for one in found))
-
-
-def _end(sentence: str) -> None:
-    print(f"vllm serve: {sentence}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
+        return aside.configured(make, self)
 
 
 def check(options: EngineArgs) -> None:
     """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves other models to vLLM."""
-    from vllm.platforms import current_platform
-
-    from npu_gptoss.serving.releases import here
-
     directory = Path(options.model)
     overrides = options.hf_overrides
-    if current_platform.device_type not in here().devices or not os.path.isdir(directory):  # noqa: PTH112  # never raises
+    check_gguf(directory)
+    if not os.path.isdir(directory) or options.hf_config_path:  # noqa: PTH112  # never raises
         return
-    if options.hf_config_path or not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
+    if not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
         return
     from npu_gptoss.model.check import check_directory, check_tokenizer
 
@@ -97,6 +94,16 @@ def check(options: EngineArgs) -> None:
     if not options.skip_tokenizer_init and tokenizer.is_dir():
         check_tokenizer(tokenizer, config)  # takes 1.5 s; vLLM's own attempt ends in a traceback
     _read_as_vllm_does(directory, weights)
+
+
+def check_gguf(path: Path) -> None:
+    """Refuses a GGUF file of gpt-oss, or a directory of nothing else."""
+    files = [path] if path.suffix == ".gguf" else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    for file in files:
+        with contextlib.suppress(OSError), file.open("rb") as opened:
+            if b"gpt-oss" in opened.read(1 << 16):  # general.architecture is among the first fields
+                why = "vLLM does not read gpt-oss from GGUF"
+                raise InputError(Refusal(str(file), None, why, "take the model's safetensors, in MXFP4 or BF16"))
 
 
 def check_tokenizer_of_hub(model_config: ModelConfig) -> None:

@@ -1,0 +1,167 @@
+"""Ends a start that fails with the reason and what to do, in the process that the user started.
+
+vLLM shows a traceback in each process that fails, the deepest first, and a process that only heard of the failure has
+the last word. Here every process writes its traceback to one file, and the last line is the reason of the process that
+failed first. Ours are the hooks of Python for an error that nothing catches, and the two log records with which vLLM
+0.11 to 0.33 report a failed start; no function of vLLM is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import linecache
+import logging
+import multiprocessing
+import os
+import re
+import secrets
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import util
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from npu_gptoss import envs
+from npu_gptoss.errors import InputError, short
+
+FILE = "_GPTOSS_TRACEBACKS"  # names the file to the server's other processes; made by the first that fails
+_HEAD = "# "
+_LONGEST = 600  # characters of a foreign reason
+_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")  # their "… failed to start." has the error
+
+# What a foreign error's text contains, and what to do about it. The first that fits is told.
+_LEAVE, _PATH = "Leave out the option that needs it, or install it", "Check the model's path or name"
+_DOWNLOAD = "Download the model first (`hf download openai/gpt-oss-20b`), or give the path of a checkpoint"
+_MEMORY = "Ask for less memory: a smaller --max-model-len, or another --gpu-memory-utilization"
+_GGUF = "Take the model's safetensors, in MXFP4 or BF16"
+REMEDIES = (
+    (r"No module named '?([\w.-]+)", r"Install the package \1, or leave out the option that needs it"),
+    (r"requires? (\w+_for_pytorch|the package)|[Pp]lease install|pip install", _LEAVE),
+    (r"offline|LocalEntryNotFound|cached snapshot|couldn't connect|resolve host|Max retries", _DOWNLOAD),
+    (r"Repo id must|repository ID|valid model identifier|appear to have", _PATH),
+    (r"(?i:address) already in use", "Stop the other server, or choose another --port"),
+    (r"sliding window", "Leave out --disable-sliding-window"),
+    (r"[Qq]uantization (method|is currently)", "Leave out --quantization: the checkpoint's own format is served"),
+    (r"max_num_batched_tokens \(-|negative dimension", "Give --max-model-len as a number of tokens"),
+    (r"V0 engine|VLLM_USE_V1", "Leave out what only vLLM's V0 engine has, such as --max-num-partial-prefills"),
+    (r"swap space", "Use a smaller --swap-space"),
+    (r"GGUF|gguf", _GGUF),
+    (r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|: -9\b", _MEMORY),
+)
+REMEDY = "Correct or leave out the option that it is about; `npu-gptoss doctor` checks the installation"
+_process: int | None = None  # in which the hooks are installed
+
+
+def serves() -> bool:
+    """Returns whether the user started a server with this process, and not a program that uses vLLM."""
+    return sys.argv[1:2] == ["serve"] or Path(sys.argv[0]).name == "api_server.py"
+
+
+def install() -> None:
+    """Installs the hooks of this process of `vllm serve`; called in each. A second call does nothing."""
+    global _process
+    if _process == os.getpid():
+        return
+    if multiprocessing.parent_process() is None and serves():
+        name = f"npu-gptoss-{os.getpid()}-{secrets.token_hex(4)}.txt"
+        os.environ[FILE] = str(Path(tempfile.gettempdir()) / name)
+        sys.excepthook = _end
+        argparse.ArgumentParser.error = functools.partialmethod(_usage, argparse.ArgumentParser.error)
+        # the tracker of shared memory, a process of its own, would have the last word about what it cleans up
+        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+        util.register_after_fork(sys.modules[__name__], lambda _: install())  # a forked process loads no plugin again
+    elif multiprocessing.parent_process() is None or FILE not in os.environ:
+        return
+    else:
+        util.Finalize(None, _end_child, exitpriority=-1)
+    _process = os.getpid()
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if _not_its_traceback not in logger.filters:
+            logger.addFilter(_not_its_traceback)
+
+
+def _not_its_traceback(record: logging.LogRecord) -> bool:
+    if not record.exc_info or "failed to start" not in str(record.msg):
+        return True
+    return not _written(record.exc_info[1]) or envs.get("NPU_GPTOSS_TRACEBACK")
+
+
+def _end_child() -> None:
+    """Runs when a process of multiprocessing ends; its error, if any, is the one being handled."""
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception) and _written(error) and not envs.get("NPU_GPTOSS_TRACEBACK"):
+        raise SystemExit(1)  # in its place: multiprocessing prints no traceback of it
+
+
+def _written(error: BaseException) -> bool:
+    """Appends the reason and the traceback to the file; False if the folder takes none."""
+    lines = [_HEAD + json.dumps(sentence(error)) + "\n", f"{multiprocessing.current_process().name}:\n"]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    try:
+        with os.fdopen(os.open(os.environ[FILE], flags, 0o600), "w") as file:
+            file.write("".join([*lines, *traceback.format_exception(error)]))
+    except OSError:
+        return False
+    return True
+
+
+def _first() -> str | None:
+    """Returns the reason of the process that failed first."""
+    try:
+        lines = Path(os.environ[FILE]).read_text().splitlines()
+        return json.loads(next(line for line in lines if line.startswith(_HEAD)).removeprefix(_HEAD))
+    except (OSError, StopIteration):
+        return None
+
+
+def _usage(parser: argparse.ArgumentParser, original: Callable[..., NoReturn], message: str) -> NoReturn:
+    """Ends at a wrong flag as Python does, without pydantic's address behind the reason."""
+    original(parser, " ".join(line.strip() for line in message.splitlines() if "errors.pydantic.dev" not in line))
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, Exception):  # Ctrl-C
+        sys.__excepthook__(kind, error, trace)
+        return
+    first = _first()
+    if first or not _ours(error):
+        if envs.get("NPU_GPTOSS_TRACEBACK") or not _written(error):
+            sys.__excepthook__(kind, error, trace)
+        else:
+            print(f"The traceback is in {os.environ[FILE]}; NPU_GPTOSS_TRACEBACK=1 shows it here.", file=sys.stderr)
+    print(f"vllm serve: {first or sentence(error)}", file=sys.stderr, flush=True)
+
+
+def _inner(error: BaseException) -> list[object]:
+    """Returns the errors that pydantic has wrapped, in its words where it has only these."""
+    errors = getattr(error, "errors", None)
+    if not callable(errors):
+        return []
+    return [entry.get("ctx", {}).get("error") or entry["msg"] for entry in errors()]
+
+
+def _ours(error: BaseException) -> bool:
+    return isinstance(error, InputError) or any(isinstance(one, InputError) for one in _inner(error))
+
+
+def sentence(error: BaseException) -> str:
+    """Returns why a start failed, and what to do."""
+    inner = dict.fromkeys(str(one) for one in _inner(error))
+    if isinstance(error, InputError) or _ours(error):
+        return " ".join(inner) if inner else str(error)
+    text = " ".join((" ".join(inner) or str(error)).split())
+    if not text and error.__traceback__:  # a bare assertion: its source
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = linecache.getline(frame.filename, frame.lineno).strip()
+    if not inner and not isinstance(error, (RuntimeError, ValueError, OSError)):
+        text = f"{type(error).__name__}: {text}"
+    text = re.sub(r" ?Please (raise|open|file|report) [^.]*\.?", "", text)
+    found = ((re.search(pattern, text), remedy) for pattern, remedy in REMEDIES)
+    remedy = next((match.expand(remedy) for match, remedy in found if match), REMEDY)
+    return f"{short(text, _LONGEST).rstrip('.')}. {remedy}."

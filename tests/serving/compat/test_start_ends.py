@@ -1,0 +1,142 @@
+"""A start that fails ends with one sentence of the process that failed first, and its tracebacks in a file."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from npu_gptoss.errors import InputError, Refusal
+from npu_gptoss.serving.compat.start import ends
+
+pytestmark = pytest.mark.serving
+
+# A server's processes without vLLM: the parent hears of its child's end only.
+PROGRAM = """
+import logging, multiprocessing, sys
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving.compat.start import ends
+
+def child(kind):
+    ends.install()  # as the plugin does
+    try:
+        raise RuntimeError("--block-size=64 requires intel_extension_for_pytorch")
+    except RuntimeError:
+        if kind == "logged":
+            logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
+        else:
+            raise
+
+if __name__ == "__main__":
+    sys.argv = ["vllm", *{arguments}]
+    ends.install()
+    if {kind!r} == "refused":
+        raise InputError("--dtype half: no; use another.")
+    started = multiprocessing.get_context({method!r}).Process(target=child, args=({kind!r},))
+    started.start()
+    started.join()
+    raise RuntimeError("Engine core initialization failed. See root cause above.")
+"""
+
+
+def ended(folder: Path, method: str, kind: str, command: str = "serve", **variables: str) -> list[str]:
+    """Lines that the program writes before its end."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM.format(arguments=[command], method=method, kind=kind))
+    environment = os.environ | {"TMPDIR": str(folder)} | variables
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    return (done.stdout + done.stderr).strip().splitlines()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("kind", ["logged", "raised"])
+def test_the_last_line_is_the_reason_of_the_first_process(tmp_path: Path, method: str, kind: str) -> None:
+    *others, last = ended(tmp_path, method, kind)
+    assert last.startswith("vllm serve: --block-size=64 requires intel_extension_for_pytorch. ")
+    assert len(others) == 1
+    (file,) = tmp_path.glob("npu-gptoss-*.txt")
+    assert str(file) in others[0]
+    assert file.stat().st_mode & 0o077 == 0, "a traceback may show a secret"
+    assert file.read_text().count("Traceback") == 2
+
+
+def test_a_refusal_is_one_line_without_a_file(tmp_path: Path) -> None:
+    assert ended(tmp_path, "spawn", "refused") == ["vllm serve: --dtype half: no; use another."]
+    assert list(tmp_path.glob("npu-gptoss-*.txt")) == []
+
+
+def test_a_variable_shows_the_tracebacks_and_the_reason_last(tmp_path: Path) -> None:
+    *others, last = ended(tmp_path, "spawn", "raised", NPU_GPTOSS_TRACEBACK="1")
+    assert sum(line.startswith("Traceback") for line in others) == 2
+    assert last.startswith("vllm serve: --block-size=64 ")
+
+
+def test_a_program_that_uses_vllm_keeps_its_tracebacks(tmp_path: Path) -> None:
+    lines = ended(tmp_path, "spawn", "raised", "my_program")
+    assert sum(line.startswith("Traceback") for line in lines) == 2
+    assert not any("vllm serve" in line for line in lines)
+
+
+def test_a_folder_that_takes_no_file_loses_no_traceback(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv(ends.FILE, str(tmp_path / "not there" / "file.txt"))
+    error = RuntimeError("it broke")
+    ends._end(RuntimeError, error, None)
+    said = capsys.readouterr().err
+    assert said.startswith("RuntimeError: it broke\n")
+    assert said.endswith(f"vllm serve: it broke. {ends.REMEDY}.\n")
+
+
+def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    for function, words in ((EngineCoreProc.run_engine_core, "EngineCore"), (WorkerProc.worker_main, "WorkerProc")):
+        assert f'logger.exception("{words} failed to start.")' in inspect.getsource(function)
+        assert function.__module__ in ends._LOGGERS
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (InputError(Refusal("--dtype", "half", "no such dtype", "use another")), "--dtype half: no such dtype; use"),
+        (ModuleNotFoundError("No module named 'runai_model_streamer'"), "Install the package runai_model_streamer"),
+        (OSError(98, "Address already in use"), "choose another --port"),
+        (OSError("We couldn't connect to 'https://huggingface.co'"), "hf download"),
+        (RuntimeError("core proc(s): {'EngineCore_DP0': -9}"), "less memory"),
+        (
+            ValueError("No such thing.\n\n  Please raise an issue. It is odd"),
+            f"No such thing. It is odd. {ends.REMEDY}.",
+        ),
+        (KeyError("x"), "KeyError: 'x'. "),
+    ],
+)
+def test_a_reason_is_one_line_with_a_remedy(error: Exception, words: str) -> None:
+    said = ends.sentence(error)
+    assert words in said
+    assert "\n" not in said
+    assert re.search(r"\w\.$", said)
+
+
+def test_a_bare_assertion_shows_its_source() -> None:
+    with pytest.raises(AssertionError) as caught:
+        exec(compile("value = 1\nassert value > 2", __file__, "exec"))
+    assert ends.sentence(caught.value).startswith("AssertionError: ")
+
+
+def test_a_wrong_flag_ends_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """pydantic's address came last."""
+    wrong = (
+        "argument -cc: 1 error\n  no such field\n    For further information visit https://errors.pydantic.dev/2/v/x"
+    )
+    with pytest.raises(SystemExit):
+        ends._usage(argparse.ArgumentParser("vllm"), argparse.ArgumentParser.error, wrong)
+    assert capsys.readouterr().err.endswith("argument -cc: 1 error no such field\n")

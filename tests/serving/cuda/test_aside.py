@@ -1,0 +1,32 @@
+"""Each process of a server of vLLM 0.33 has the model that the first process decided on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
+
+from npu_gptoss.serving.aside import VARIABLE
+
+CHILD = """
+from tests.serving.cuda.faked import pretend
+
+pretend()
+from vllm import ModelRegistry
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+print(ModelRegistry.models["GptOssForCausalLM"].module_name)
+"""
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_child_process_has_the_model_of_its_parent(aside: bool) -> None:
+    variables = os.environ | ({VARIABLE: "--enable-lora: no; no."} if aside else {})
+    done = subprocess.run([sys.executable, "-c", CHILD], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith("vllm." if aside else "npu_gptoss.")
