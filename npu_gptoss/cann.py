@@ -89,7 +89,7 @@ def defect(text: str, day: str = "") -> str | None:
         wrong = "attention with a window and sinks is wrong (ops-transformer c36036e63, fixed in 2687bb676)"
         return f"a nightly build of {day}: from 25 to 30 March 2026 {wrong}"
     if version is not None and version.series == (9, 1) and version.prerelease:
-        return "a beta: those of 9.1 lose columns in products of fewer than 64 rows (ops-nn e3f831f65)"
+        return "a beta: betas of 9.1 lose columns in products of fewer than 64 rows (ops-nn e3f831f65)"
     return None
 
 
