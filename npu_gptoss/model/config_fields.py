@@ -30,6 +30,7 @@ _CHECK_FILE = "check that the file belongs to a gpt-oss checkpoint and is unchan
 LARGEST = 1e30  # of a number that the model computes with: its square is a float32
 MISSING = object()
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+ROPE_FIELDS = (*ROPE_SECTIONS, "rope_theta")
 PUBLISHED_YARN = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
@@ -229,13 +230,15 @@ def _is_default_factor(attention_factor: object, factor: object) -> bool:
 
 
 def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with a user's fields. A new rope section replaces the old one, whose rope_theta stays."""
+    """A config.json with a user's fields. A new rope section replaces the old; rope_theta stays unless it is new."""
     made = dict(values)
-    for name in ROPE_SECTIONS if overrides.keys() & set(ROPE_SECTIONS) else ():
-        section = made.pop(name, None)
-        if isinstance(section, Mapping) and "rope_theta" in section:
-            made["rope_theta"] = section["rope_theta"]
-    return made | dict(overrides)
+    for name in ROPE_SECTIONS:
+        if isinstance(section := made.get(name), Mapping) and "rope_theta" in section:
+            made[name] = dict(section)
+            made["rope_theta"] = made[name].pop("rope_theta")
+    new = [overrides[name] for name in ROPE_SECTIONS if name in overrides]
+    replaced = {*(ROPE_SECTIONS if new else ()), *("rope_theta" for one in new if "rope_theta" in (one or ()))}
+    return {name: value for name, value in made.items() if name not in replaced} | dict(overrides)
 
 
 def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -256,7 +259,7 @@ def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, 
     for name, value in dtypes.items():
         DTYPE.check(name, value)
     found["dtype"] = _agreed(dtypes) if dtypes else None
-    found |= _read_rope(rest)
+    found |= read_rope(rest)
     found["eos_token_id"], found["other_eos_token_ids"] = _read_eos(rest.pop("eos_token_id", None))
     for alias, name in _ALIASES.items():
         if alias in rest:
@@ -294,9 +297,11 @@ def _checked_section(where: str, section: object, required: Collection[str], rul
     return dict(section)
 
 
-def _read_rope(rest: dict[str, Any]) -> dict[str, Any]:
-    """Returns `rope_theta`, if it is there, and YaRN's numbers as `rope_scaling`; transformers 5 has both in
-    `rope_parameters`."""
+def read_rope(rest: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of `rest`, and returns, `rope_theta` and YaRN's numbers as `rope_scaling`, as far as they are there.
+
+    transformers 5 has both in `rope_parameters`. Raises ConfigError.
+    """
     thetas = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
     scalings = {}
     for where in ROPE_SECTIONS:

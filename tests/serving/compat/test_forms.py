@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.serving.compat.start import checkpoint
 from npu_gptoss.serving.releases import here
 from npu_gptoss.serving.releases.vllm import as_written, load_tokenizer
-from tests.model.forms import FORMS, Form, write_bases
+from tests.model.forms import FORMS, Form, as_transformers_5, changed_config, write_bases
 from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
 TEXT = "alpha w7 beta"
-REPAIRS = ("config-spellings", "tokenizer-class") if OLD else ("config-spellings",)
+REPAIRS = ("config-spellings", "rope-overrides", *(("tokenizer-class",) if OLD else ()))
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,29 @@ def test_form_is_not_read_differently_by_vllm(form: Form, bases: Path, tmp_path:
     assert GptOssConfig.from_dict(as_written(model.hf_config.to_dict())) == check_directory(folder)
     assert tokenizer.encode(TEXT) == [0, 7, 1]
     assert tokenizer.decode([0, 1]) == "alpha beta"
+
+
+YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "truncate": False}
+OVERRIDES = (
+    *({name: YARN | theta} for name in ("rope_scaling", "rope_parameters") for theta in ({}, {"rope_theta": 20000.0})),
+    *({"rope_theta": 20000.0}, {"num_experts_per_tok": 2}, {"sliding_window": 64}),
+)
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES, ids=str)
+@pytest.mark.parametrize("form", [None, as_transformers_5])
+def test_override_is_not_lost_by_the_spelling_of_the_file(
+    form, overrides, bases: Path, tmp_path: Path, patched
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(bases / "bf16-single", folder)
+    changed_config(rope_theta=10000.0)(folder)
+    if form is not None:
+        form(folder)
+    with patched(*REPAIRS):
+        model = EngineArgs(model=str(folder), max_model_len=256, hf_overrides=overrides).create_model_config()
+    found = GptOssConfig.from_dict(as_written(model.hf_config.to_dict()))
+    assert found == check_directory(folder, overrides=overrides) != check_directory(folder)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.served], ids=lambda form: form.name)

@@ -1,6 +1,5 @@
 """The small files of a checkpoint, in the spelling of any transformers that wrote them.
 
-
 Training saves config.json and the tokenizer with its own transformers, and a server has another.
 """
 
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import ARGUMENTS
 
 
 @repair(
@@ -35,7 +35,51 @@ def install_config(module: ModuleType) -> None:
         values, rest = original(cls, name, **options)
         if values.get("model_type") == MODEL_TYPE:
             values = normalized(as_stored(values, Path(name)) if os.path.isdir(name) else values)  # noqa: PTH112
+            values = _rope_spelled(values) if "rope_parameters" in values else values
         return values, rest
+
+
+@repair(
+    "rope-overrides",
+    f"{ARGUMENTS}:EngineArgs.create_model_config",
+    releases=("0.11", "0.23", "0.33"),
+    until="vLLM keeps rope_theta where --hf-overrides replaces a rope section",
+    essential=True,
+)
+def install_overrides(module: ModuleType) -> None:
+    """`--hf-overrides` of a rope section loses the rope_theta of config.json, or is lost beside a section of another
+    spelling."""
+    owner = module.EngineArgs
+    expect_parameters(owner.create_model_config, "self")
+
+    @around(owner, "create_model_config")
+    def create_model_config(original: Callable[..., Any], self: Any) -> Any:
+        from transformers import PretrainedConfig
+
+        from npu_gptoss.model.config_fields import MODEL_TYPE, ROPE_FIELDS, overridden
+
+        asked = self.hf_overrides
+        if isinstance(asked, dict) and asked.keys() & set(ROPE_FIELDS):
+            values, _ = PretrainedConfig.get_config_dict(self.hf_config_path or self.model, revision=self.revision)
+            if values.get("model_type") == MODEL_TYPE:
+                rope = _rope_spelled({name: v for name, v in overridden(values, asked).items() if name in ROPE_FIELDS})
+                self.hf_overrides = {name: value for name, value in asked.items() if name not in ROPE_FIELDS} | rope
+        return original(self)
+
+
+def _rope_spelled(values: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with its rope fields where this process's transformers reads them."""
+    from transformers import __version__
+
+    from npu_gptoss.model.config_fields import read_rope
+
+    made = dict(values)
+    rope = read_rope(made)
+    section = {"rope_type": "yarn", **rope["rope_scaling"]}
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    if int(__version__.partition(".")[0]) < 5:
+        return made | {"rope_scaling": section, **theta}
+    return made | {"rope_parameters": section | theta}
 
 
 @repair(
