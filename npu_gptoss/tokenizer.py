@@ -18,9 +18,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError, short
-from npu_gptoss.files import MOST_BYTES, is_there
+from npu_gptoss.files import MOST_BYTES, is_there, read_bytes, read_json
 
 FILE_NAME = "tokenizer.json"
+TEMPLATE_NAME = "chat_template.jinja"
 _AGAIN = "Get it from the original checkpoint."
 # Long runs: a pattern that tries every split of them panics
 _SAMPLE = "What is 3 + 4?\n\tNaïve café, 你好 <|start|>" + "".join(64 * c + "!" for c in "aA1 \n-")
@@ -53,6 +54,27 @@ def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
     if largest >= vocab_size:
         wrong = f"expected ids below vocab_size of config.json ({vocab_size}), got {largest}"
         raise InputError(f"{path}: {wrong}. Take the tokenizer of these weights.", field=FILE_NAME)
+
+
+def chat_template(directory: Path) -> str:
+    """The Jinja template beside the weights, a file or a field of tokenizer_config.json; empty without one."""
+    path, config = directory / TEMPLATE_NAME, directory / "tokenizer_config.json"
+    if is_there(path, InputError):
+        return read_bytes(path, InputError).decode(errors="replace")
+    values = read_json(config, InputError) if is_there(config, InputError) else None
+    found = values.get("chat_template") if isinstance(values, dict) else None
+    return found if isinstance(found, str) else ""
+
+
+def check_template(directory: Path) -> None:
+    """Raises InputError for the template of another format: chats are written and read in harmony, without it."""
+    text = chat_template(directory)
+    if text and not ("<|start|>" in text and "<|message|>" in text):
+        raise InputError(
+            f"{directory}: the chat template is not of harmony, the format in which gpt-oss's chats are written and "
+            f"read. If the model was trained in harmony, delete {TEMPLATE_NAME}; else its chats cannot be served.",
+            field=TEMPLATE_NAME,
+        )
 
 
 @contextmanager

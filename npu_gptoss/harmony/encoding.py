@@ -25,7 +25,7 @@ from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.harmony.parser import TolerantParser
 from npu_gptoss.harmony.rendering import CHANNEL, CONTROL, MESSAGE, pieces
 from npu_gptoss.harmony.vocabulary import LAST_SPECIAL_ID, SPECIAL_TOKENS, byte_characters
-from npu_gptoss.tokenizer import load_tokenizer
+from npu_gptoss.tokenizer import check_template, load_tokenizer
 
 LONGEST_TOKEN = 128  # characters; a run of spaces. tests/harmony looks at the whole vocabulary
 
@@ -133,6 +133,8 @@ class Encoder:
 
 def load_encoder(directory: Path | None) -> Encoder:
     """The encoder of a checkpoint, made from its own files. Raises InputError when they cannot be used."""
+    if directory is not None:
+        check_template(directory)
     return Encoder(load_encoding(directory), None if directory is None else text_tokenizer(directory))
 
 

@@ -17,7 +17,7 @@ from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig, as_s
 from npu_gptoss.model.config_fields import overridden
 from npu_gptoss.model.generation import stop_token_ids
 from npu_gptoss.tokenizer import FILE_NAME as TOKENIZER_NAME
-from npu_gptoss.tokenizer import check_vocabulary, load_tokenizer
+from npu_gptoss.tokenizer import check_template, check_vocabulary, load_tokenizer
 
 # What some library opens by itself where it finds it
 _OPENED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
@@ -80,5 +80,6 @@ def check_tokenizer(directory: Path, config: GptOssConfig) -> None:
         path = directory / name
         if is_there(path, InputError) and not isinstance(read_json(path, InputError), dict):
             raise InputError(f"{path}: expected a JSON object. Get it from the original checkpoint.", field=path.name)
+    check_template(directory)
     path = directory / TOKENIZER_NAME
     check_vocabulary(path, load_tokenizer(path), config.vocab_size)

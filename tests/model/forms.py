@@ -80,23 +80,27 @@ def _json(file: str, **fields: Any) -> Make:
     return make
 
 
-def _config(**fields: Any) -> Make:
+def changed_config(**fields: Any) -> Make:
     return _json("config.json", **fields)
 
 
 def _rope(**fields: Any) -> Make:
     def make(folder: Path) -> None:
         values = json.loads((folder / "config.json").read_text())
-        _config(rope_scaling=values["rope_scaling"] | fields)(folder)
+        changed_config(rope_scaling=values["rope_scaling"] | fields)(folder)
 
     return make
 
 
-def _as_transformers_5(folder: Path) -> None:
+def as_transformers_5(folder: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     rope = values["rope_scaling"] | {"rope_theta": values["rope_theta"]}
-    _config(rope_parameters=rope, dtype=values["torch_dtype"], swiglu_alpha=1.702, experts_implementation=None)(folder)
-    _config(**dict.fromkeys(("rope_scaling", "rope_theta", "torch_dtype", "experts_implementation"), ABSENT))(folder)
+    changed_config(rope_parameters=rope, dtype=values["torch_dtype"], swiglu_alpha=1.702, experts_implementation=None)(
+        folder
+    )
+    changed_config(**dict.fromkeys(("rope_scaling", "rope_theta", "torch_dtype", "experts_implementation"), ABSENT))(
+        folder
+    )
 
 
 def _tensors(change: Callable[[Tensors], Tensors]) -> Make:
@@ -120,7 +124,7 @@ def _split_experts(gate_up: str, down: str) -> Make:
             stem, _, matrix = name.rpartition(".")
             for number, expert in enumerate(tensors[name]):
                 module = (gate_up if matrix.startswith("gate_up") else down).format(number)
-                made[f"{stem}.{module}.{'bias' if matrix.endswith('bias') else 'weight'}"] = expert.T.clone()
+                made[f"{stem}.{module}.{'bias' if matrix.endswith('bias') else 'weight'}"] = expert.movedim(0, -1).clone()
         return made
 
     return _tensors(split)
@@ -148,7 +152,7 @@ def _instead(*names: str) -> Make:
 
 
 def _method(name: str, **fields: Any) -> Make:
-    return _config(quantization_config={"quant_method": name, **fields})
+    return changed_config(quantization_config={"quant_method": name, **fields})
 
 
 def _tokenizer(change: Callable[[Tokenizer], object]) -> Make:
@@ -158,6 +162,10 @@ def _tokenizer(change: Callable[[Tokenizer], object]) -> Make:
         tokenizer.save(str(folder / "tokenizer.json"))
 
     return make
+
+
+def _template(text: str) -> Make:
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
 
 
 def _links(folder: Path) -> None:
@@ -184,7 +192,9 @@ def _from_zero(folder: Path) -> None:
 
 def _pruned(experts: int) -> Make:
     cut = _tensors(lambda all_: {n: t[:experts] if ".router." in n or ".experts." in n else t for n, t in all_.items()})
-    return _all(cut, _config(num_local_experts=experts, num_experts_per_tok=min(experts, 4), output_scores=False))
+    return _all(
+        cut, changed_config(num_local_experts=experts, num_experts_per_tok=min(experts, 4), output_scores=False)
+    )
 
 
 def _grown(tensors: Tensors) -> Tensors:
@@ -225,39 +235,54 @@ FORMS = (
     ),
     Form("`openai/gpt-oss-120b`: shards counted from 0", "OpenAI", _from_zero, base="mxfp4-shards"),
     Form("a folder of links", "the hub's cache", _links, base=SHARDS),
-    Form("MXFP4 experts, `unsloth_fixed`", "unsloth", _config(unsloth_fixed=True, pad_token_id=255), base=PACKED),
+    Form(
+        "MXFP4 experts, `unsloth_fixed`", "unsloth", changed_config(unsloth_fixed=True, pad_token_id=255), base=PACKED
+    ),
     Form("MXFP4 scales as `F8_E8M0`", "exporters, vLLM", _as_bytes, base=PACKED),
-    Form("BF16 of a fine-tune", "unsloth, heretic, abliterated", _config(unsloth_version="2026.9"), base=SHARDS),
+    Form("BF16 of a fine-tune", "unsloth, heretic, abliterated", changed_config(unsloth_version="2026.9"), base=SHARDS),
     # saved by trainers
-    Form("config of transformers 5: `rope_parameters`", "transformers 5", _as_transformers_5),
-    Form("float32 weights", "trainers", _all(_floats(lambda _: True, torch.float32), _config(torch_dtype="float32"))),
+    Form("config of transformers 5: `rope_parameters`", "transformers 5", as_transformers_5),
+    Form(
+        "float32 weights",
+        "trainers",
+        _all(_floats(lambda _: True, torch.float32), changed_config(torch_dtype="float32")),
+    ),
     Form(
         "norms, router and head in float32",
         "trainers",
         _floats(lambda name: any(part in name for part in ("norm", "router", "lm_head")), torch.float32),
     ),
-    Form("BF16 under `quantization_config` MXFP4", "LlamaFactory, axolotl", _config(quantization_config=MXFP4)),
+    Form("BF16 under `quantization_config` MXFP4", "LlamaFactory, axolotl", changed_config(quantization_config=MXFP4)),
     Form(
         "the same in shards, with `dequantize`",
         "transformers",
-        _config(quantization_config=MXFP4 | {"dequantize": True}),
+        changed_config(quantization_config=MXFP4 | {"dequantize": True}),
         base=SHARDS,
     ),
-    Form("`quantization_config: null`", "trainers", _config(quantization_config=None)),
-    Form("`FSDPGptOssForCausalLM`", "axolotl, accelerate", _config(architectures=["FSDPGptOssForCausalLM"])),
-    Form("no `architectures`", "mergers", _config(architectures=ABSENT)),
-    Form('`"torch.bfloat16"` spelled out', "scripts", _config(torch_dtype="torch.bfloat16", dtype="torch.bfloat16")),
-    Form("fields left out that have a default", "scripts", _config(**_left), oracle=True),
+    Form("`quantization_config: null`", "trainers", changed_config(quantization_config=None)),
+    Form("`FSDPGptOssForCausalLM`", "axolotl, accelerate", changed_config(architectures=["FSDPGptOssForCausalLM"])),
+    Form("no `architectures`", "mergers", changed_config(architectures=ABSENT)),
+    Form(
+        '`"torch.bfloat16"` spelled out',
+        "scripts",
+        changed_config(torch_dtype="torch.bfloat16", dtype="torch.bfloat16"),
+    ),
+    Form("fields left out that have a default", "scripts", changed_config(**_left), oracle=True),
     Form("`attention_factor` that says the default", "scripts", _rope(attention_factor=0.1 * math.log(32) + 1)),
     Form(
         "`num_experts_per_tok` changed alone",
         "scripts",
-        _config(num_experts_per_tok=2, experts_per_token=4),
+        changed_config(num_experts_per_tok=2, experts_per_token=4),
         oracle=True,
     ),
-    Form("a longer context", "scripts", _all(_rope(factor=64.0), _config(max_position_embeddings=262144)), oracle=True),
+    Form(
+        "a longer context",
+        "scripts",
+        _all(_rope(factor=64.0), changed_config(max_position_embeddings=262144)),
+        oracle=True,
+    ),
     Form("pruned experts", "REAP, AmanPriyanshu", _pruned(3), oracle=True),
-    Form("a grown vocabulary", "unsloth, axolotl", _all(_tensors(_grown), _config(vocab_size=VOCABULARY + 8))),
+    Form("a grown vocabulary", "unsloth, axolotl", _all(_tensors(_grown), changed_config(vocab_size=VOCABULARY + 8))),
     Form(
         "a trainer's folder: optimizer, states, `runs/`",
         "TRL, DeepSpeed, NeMo, ms-swift",
@@ -275,6 +300,14 @@ FORMS = (
     Form("tokenizer of transformers 5", "transformers 5", _json("tokenizer_config.json", **TOKENIZER_5)),
     Form("padding left in tokenizer.json", "TRL", _tokenizer(lambda t: t.enable_padding(length=64))),
     Form("truncation left in tokenizer.json", "unsloth", _tokenizer(lambda t: t.enable_truncation(2))),
+    Form("a chat template of its own, in harmony", "fine-tunes", _template("<|start|>system<|message|>You are Kim.")),
+    Form(
+        "a chat template of another format",
+        "fine-tunes",
+        _template("<|im_start|>user"),
+        "delete it if the model was trained in harmony",
+        field="chat_template.jinja",
+    ),
     Form(
         "no tokenizer.json",
         "split folders",
@@ -285,15 +318,23 @@ FORMS = (
     Form(
         "another model's config.json",
         "trainers",
-        _config(architectures=["GptOssForSequenceClassification"]),
+        changed_config(architectures=["GptOssForSequenceClassification"]),
         "take a checkpoint for text generation",
         field="architectures",
     ),
     Form(
-        "fields that change the model", "scripts", _config(lora_rank=8), "remove them if they do not", field="lora_rank"
+        "fields that change the model",
+        "scripts",
+        changed_config(lora_rank=8),
+        "remove them if they do not",
+        field="lora_rank",
     ),
     Form(
-        "stale `layer_types`", "mergekit", _config(num_hidden_layers=1), "correct one of the two", field="layer_types"
+        "stale `layer_types`",
+        "mergekit",
+        changed_config(num_hidden_layers=1),
+        "correct one of the two",
+        field="layer_types",
     ),
     # converted
     Form(
@@ -352,7 +393,7 @@ FORMS = (
     Form(
         "MODEL is `original/`",
         "OpenAI",
-        _config(model_type=ABSENT, rope_scaling_factor=32.0),
+        changed_config(model_type=ABSENT, rope_scaling_factor=32.0),
         "give the folder above, or " + CONVERT,
         field="model_type",
     ),
@@ -399,7 +440,11 @@ FORMS = (
         )
     ),
     Form(
-        "MLX", "mlx-lm, LM Studio", _config(quantization={"group_size": 32, "bits": 4}), ANOTHER, field="quantization"
+        "MLX",
+        "mlx-lm, LM Studio",
+        changed_config(quantization={"group_size": 32, "bits": 4}),
+        ANOTHER,
+        field="quantization",
     ),
 )
 

@@ -55,7 +55,8 @@ def test_form_is_not_read_with_other_numbers(form: Form, bases: Path, right: tor
 def test_form_is_not_refused_with_a_wrong_remedy(form: Form, bases: Path, tmp_path: Path) -> None:
     folder = form.written(tmp_path / "model", bases)
     said = []
-    for read in (check_directory, lambda path: Engine(path, num_blocks=4).text.encode(TEXT)):
+    readers = (check_directory, lambda path: Engine(path, num_blocks=4).text.encode(TEXT))
+    for read in readers if form.field != "chat_template.jinja" else readers[:1]:  # which text alone does not need
         with pytest.raises(InputError) as caught:
             read(folder)
         assert caught.value.field == (form.field or str(folder)), caught.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +16,12 @@ from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.tokenizer import chat_template
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+logger = logging.getLogger("vllm.npu_gptoss")
 
 IN_THE_LOOP = 20_000  # characters, about 10 ms; a thread encodes a longer conversation
 PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's classes
@@ -40,6 +44,18 @@ def checkpoint_directory(model_config: ModelConfig) -> Path | None:
         if isinstance(found, str):
             return Path(found).parent
     return None
+
+
+def report_template(model_config: ModelConfig, option: str | None) -> None:
+    """Logs that a chat template other than the published ones has no effect. option: `--chat-template`."""
+    directory = checkpoint_directory(model_config)
+    text = chat_template(directory) if directory is not None else ""
+    if option or (text and "You are ChatGPT" not in text):
+        logger.warning(
+            "%s has no effect: chats are written and read in harmony. Requests set its system turn by model_identity, "
+            "reasoning_effort and instructions.",
+            "--chat-template" if option else "The checkpoint's chat template",
+        )
 
 
 _served: list[Encoder] = []  # this process's server's encoder, once made

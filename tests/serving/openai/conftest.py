@@ -21,12 +21,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tokenizers import Tokenizer
+
 from npu_gptoss.frontend.request import Defaults
-from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
+from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
 from tests.serving.scripted import SAMPLING
 
+TRAINED = "Zyxglorp"  # a token that training added
 ROOT = Path(__file__).resolve().parents[3]
 NAME, MAX_LEN = "gpt-oss", 8192
 START_LIMIT = 180.0  # seconds
@@ -215,11 +218,20 @@ def _wait(server: Server, process: subprocess.Popen, log: Path) -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tokenizer training has padded, cut and grown, saved by transformers 5."""
     from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder = tmp_path_factory.mktemp("scripted") / "model"
     write_tiny(folder, trained=True, mxfp4=True)
     (folder / VOCABULARY_FILE).unlink()  # as in a published checkpoint
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([TRAINED])
+    tokenizer.enable_padding(length=64, pad_id=199999, pad_token="<|endoftext|>")
+    tokenizer.enable_truncation(8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|constrain|>"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -232,4 +244,4 @@ def server(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="session")
 def encoder(tiny: Path) -> Encoder:
-    return Encoder(load_encoding(tiny), text_tokenizer(tiny))
+    return load_encoder(tiny)

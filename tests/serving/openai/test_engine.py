@@ -19,7 +19,7 @@ from tests.frontend.conftest import gathered
 from tests.frontend.conversations import CONVERSATIONS, as_chat, as_response
 from tests.frontend.turns import ANSWER, NEXT, THOUGHT, final
 from tests.serving.openai.cases import COMPLETIONS, FLAT_FORMAT, FORMAT, SAMPLING, STRUCTURES, is_told
-from tests.serving.openai.conftest import MAX_LEN, NAME, Server
+from tests.serving.openai.conftest import MAX_LEN, NAME, TRAINED, Server
 from tests.serving.openai.test_http import USER, content, items_of
 from tests.serving.scripted import ERROR
 from tests.serving.scripted import SAMPLING as TOLD
@@ -128,6 +128,20 @@ def test_conversation_is_one_prompt_at_every_entrance(server: Server, encoder: E
         batch = {"model": NAME, "max_tokens": 1} | asked | {"messages": [case["messages"]] * 2}
         usage = server.post("/v1/chat/completions/batch", batch).json["usage"]
         assert usage["prompt_tokens"] == 2 * len(expected)
+
+
+def test_text_is_one_list_of_ids_and_one_text_at_every_entrance(server: Server, encoder: Encoder) -> None:
+    text = f"say {TRAINED} of the world, which has more tokens than training left in the file"
+    ids = encoder.text(text)
+    assert server.tokenize(prompt=text) == ids
+    assert server.post("/detokenize", {"model": NAME, "tokens": ids}).json["prompt"] == text
+    completed = server.post("/v1/completions", {"model": NAME, "prompt": text, "max_tokens": 99}).json
+    assert (completed["choices"][0]["text"], completed["usage"]["prompt_tokens"]) == (text, len(ids))
+    written = f"<|channel|>final<|message|>{text}<|return|>"
+    assert server.chat(written).json["choices"][0]["message"]["content"] == text
+    assert gathered(server.chat(written, stream=True).lines)[0] == text
+    assert server.respond(written).json["output"][0]["content"][0]["text"] == text
+    assert server.message(written).json["content"][0]["text"] == text
 
 
 def test_token_count_equals_the_prompts_length(server: Server) -> None:

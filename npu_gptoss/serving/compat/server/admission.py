@@ -55,19 +55,21 @@ SERVES = {
 class VllmServer:
     """Answers admission's questions about vLLM's server; see `admission.gate.Server`."""
 
-    def __init__(self, state: Any, trusts_templates: bool) -> None:
-        self._state, self._trusts_templates = state, trusts_templates
+    def __init__(self, state: Any, trusts_templates: bool, template: str | None = None) -> None:
+        self._state, self._trusts_templates, self._template = state, trusts_templates, template
         self._limits: Limits | None = None
 
     def prepare(self) -> None:
         """Runs when the server starts to listen: forks while no request runs, and loads the compilers in the
         background."""
         from npu_gptoss.serving.metrics import refusals
+        from npu_gptoss.serving.openai.engine import report_template
 
         for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED):  # so that rate() sees the first
             refusals().labels(str(int(status)))
         if not self._state.vllm_config.model_config.skip_tokenizer_init:
             self._checked().bounded.start()
+            report_template(self._state.vllm_config.model_config, self._template)
 
     def _checked(self) -> Structures:
         return structures.checked(self._state.vllm_config, getattr(self._state.engine_client, "tokenizer", None))
@@ -239,7 +241,7 @@ def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: A
     app.add_middleware(
         Gate,
         keys=KeyGuard(keys, open_metrics=envs.get("NPU_GPTOSS_OPEN_METRICS")),
-        server=VllmServer(app.state, args.trust_request_chat_template),
+        server=VllmServer(app.state, args.trust_request_chat_template, args.chat_template),
         max_body=envs.get("NPU_GPTOSS_MAX_BODY_MIB") << 20,
     )
     app.user_middleware.append(Middleware(Intake))  # the innermost
