@@ -12,11 +12,11 @@ import pytest
 from npu_gptoss.doctor.memory import CARD, PUBLISHED_20B, PUBLISHED_120B, choice_of
 from npu_gptoss.model.device_memory import Part, gib, kv_bytes_per_token, thousands
 from npu_gptoss.serving.ascend.sizes import most_sizes
-from scripts.docs import configuration_page, doctor_page, soak_page, upstream_page
+from scripts.docs import configuration_page, doctor_page, files_page, soak_page, upstream_page
 from scripts.serve_here import serve_command
 from tests.markdown import ROOT
 
-WRITERS = (configuration_page, doctor_page, soak_page, upstream_page)
+WRITERS = (configuration_page, doctor_page, files_page, soak_page, upstream_page)
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.TABLES.page)
