@@ -73,7 +73,7 @@ def _run(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "openai_harmony":
             raise
-        remedy = "A vLLM brings it; without one: pip install openai-harmony"
+        remedy = "A vLLM brings it; without one: pip install oss-harmony"
         print(f"npu-gptoss {name}: openai-harmony is not installed, which chats need. {remedy}", file=sys.stderr)
         return 2
     parser = argparse.ArgumentParser(prog=f"npu-gptoss {name}", description=module.__doc__)

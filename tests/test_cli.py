@@ -64,7 +64,7 @@ def test_without_openai_harmony_a_chat_command_ends_with_a_sentence(
 
     monkeypatch.setattr(importlib, "import_module", absent)
     assert main(["generate"]) == 2
-    assert "pip install openai-harmony" in capsys.readouterr().err
+    assert "pip install oss-harmony" in capsys.readouterr().err
 
 
 def test_a_torch_npu_without_its_driver_ends_a_command_with_a_sentence(tmp_path):
