@@ -124,7 +124,8 @@ def _split_experts(gate_up: str, down: str) -> Make:
             stem, _, matrix = name.rpartition(".")
             for number, expert in enumerate(tensors[name]):
                 module = (gate_up if matrix.startswith("gate_up") else down).format(number)
-                made[f"{stem}.{module}.{'bias' if matrix.endswith('bias') else 'weight'}"] = expert.movedim(0, -1).clone()
+                kind = "bias" if matrix.endswith("bias") else "weight"
+                made[f"{stem}.{module}.{kind}"] = expert.movedim(0, -1).clone()
         return made
 
     return _tensors(split)
