@@ -120,7 +120,9 @@ def open_source(directory: Path) -> Source:
     """Reads headers and config.json. Raises InputError, which names the tool that wrote what cannot be converted."""
     if not is_directory(directory):
         refuse_foreign(directory)
-        raise CheckpointError(f"{directory}: expected a checkpoint's directory, got none.", field=str(directory))
+        raise CheckpointError(
+            f"{directory}: expected a checkpoint's directory, got none. Check the path.", field=str(directory)
+        )
     values: Mapping[str, Any] = {}
     found: dict[str, StoredTensor] = {}
     try:

@@ -57,11 +57,10 @@ class Change:
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
         rows = max(1, _STEP * len(before) // before.numel())
         for was, became in zip(before.split(rows), after.split(rows), strict=True):
-            was = was.float()
-            difference = became.float() - was
-            self.error += difference.square().sum(dtype=torch.float64).item()
-            self.size += was.square().sum(dtype=torch.float64).item()
-            self.largest = max(self.largest, difference.abs().max().item())
+            difference = became.float() - was.float()
+            self.error += torch.linalg.vector_norm(difference).item() ** 2
+            self.size += torch.linalg.vector_norm(was, dtype=torch.float32).item() ** 2
+            self.largest = max(self.largest, *(abs(value.item()) for value in torch.aminmax(difference)))
 
     def join(self, other: Change) -> None:
         self.error, self.size = self.error + other.error, self.size + other.size

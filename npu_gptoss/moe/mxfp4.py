@@ -93,8 +93,8 @@ def compress(
         published: the recipe of openai/gpt-oss (`gpt_oss/triton/moe.py`) and transformers (`quantize_to_mxfp4`), which
             is `downcast_to_mxfp` of triton_kernels: from bfloat16, under the smallest power of two with which nothing
             exceeds 6, ties away from zero; the scale of a group of zeros is the smallest.
-        kept: `[..., K / 32]` uint8, scales that a group takes where they hold all its values exactly: several scales
-            may, and these give the bytes of before.
+        kept: with `published`, `[..., K / 32]` uint8, scales that a group takes where they hold all its values exactly:
+            several scales may, and these give the bytes of before.
 
     Returns `blocks` `[..., K / 32, 16]` and `scales` `[..., K / 32]`, uint8. Raises Mxfp4Error for NaN, Inf, other
     dtypes and other K.
@@ -157,27 +157,34 @@ def _compress_groups(
     if published:
         exponent += mantissa > 0.75  # 6 is 0.75 * 2 ** 3
     exponent = torch.where(largest == 0, -_BIAS if published else 0, exponent).clamp(min=-_BIAS).to(torch.int32)
-    codes, scaled = _codes(values, exponent, published)
     if kept is not None:
-        theirs, exact = kept.to(torch.int32) - _BIAS, kept != _NAN_SCALE
-        again, scaled_again = _codes(values, theirs, published)
-        exact &= (torch.tensor(E2M1, device=values.device)[again.long()] == scaled_again.abs()).all(dim=-1)
-        codes, exponent = torch.where(exact[:, None], again, codes), torch.where(exact, theirs, exponent)
+        theirs = kept.to(torch.int32) - _BIAS
+        line = _line((values * _power(-theirs)[:, None]).abs_())
+        exact = ((line == line.floor()) & (line <= 7)).all(dim=-1) & (kept != _NAN_SCALE)
+        exponent = torch.where(exact, theirs, exponent)
+    scaled = values * _power(-exponent)[:, None]
+    size = scaled.abs()
+    if published:  # ties upwards; the sums of scaled bfloat16 are exact
+        codes = _line(size).add_(0.5).floor_()
+    else:  # rounding halves to even goes to the even code on all three lines
+        codes = torch.minimum((2 * size).round_(), size.round().add_(2))
+        codes = torch.minimum(codes, (size / 2).round_().add_(4))
+    codes = codes.clamp_(max=7).to(torch.uint8)
     codes |= torch.signbit(scaled).to(torch.uint8) << 3
     return codes[:, 0::2] | (codes[:, 1::2] << 4), (exponent + _BIAS).to(torch.uint8)
 
 
-def _codes(values: torch.Tensor, exponent: torch.Tensor, published: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of the magnitudes under 2 ** exponent, `[groups, 32]` uint8, and the scaled values."""
-    # 2 ** -exponent from its bits: exact, where a power function need not be
-    inverse = ((_BIAS - exponent) << 23).view(torch.float32)
-    scaled = values * inverse[:, None]
-    # Steps of a half below 2, of one below 4, of two above: in its own range each line is the lowest of the three, and
-    # rounding halves to even goes to the even code in all of them.
-    size = scaled.abs()
-    rounded = (lambda x: x.add_(0.5).floor_()) if published else torch.Tensor.round_  # exact for bfloat16
-    codes = torch.minimum(rounded(2 * size), rounded(size.clone()).add_(2))
-    return torch.minimum(codes, rounded(size / 2).add_(4)).clamp_(max=7).to(torch.uint8), scaled
+def _line(size: torch.Tensor) -> torch.Tensor:
+    """The code of a scaled magnitude before rounding: E2M1 has steps of a half below 2, of one below 4, of two above.
+
+    In its own range each of the three lines is the lowest.
+    """
+    return torch.minimum(torch.minimum(2 * size, size + 2), (size / 2).add_(4))
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    """2 ** exponent from its bits: exact, where a power function need not be."""
+    return ((_BIAS + exponent) << 23).view(torch.float32)
 
 
 @functools.lru_cache(maxsize=8)

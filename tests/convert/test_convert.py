@@ -80,6 +80,12 @@ def test_packed_experts_keep_their_bytes(tmp_path: Path, layout: str) -> None:
     assert_same(converted(source, tmp_path / "out", "mxfp4")[1], tensors)
 
 
+def test_scales_under_their_own_dtype_are_the_same_bytes(tmp_path: Path) -> None:
+    config, tensors = small(mxfp4=True)
+    named = {n: t.view(torch.float8_e8m0fnu) if n.endswith("_scales") else t for n, t in tensors.items()}
+    assert_same(converted(write(tmp_path / "in", named, config), tmp_path / "out", "mxfp4")[1], tensors)
+
+
 def test_swapped_gate_and_up_would_be_seen(tmp_path: Path) -> None:
     """The random checkpoint tells gate from up: a reader that mixes them up gives other tensors."""
     config, tensors = small()
