@@ -116,6 +116,13 @@ class Step:
             return widened(self).attend(sliding_window, "reference")
 
 
+def one_key_each(slots: torch.Tensor) -> AttentionMetadata:
+    """Of a step in which each request has one row and one key, which is stored at its slot."""
+    rows = len(slots)
+    table = torch.zeros(rows, 1, dtype=torch.int32, device=slots.device)
+    return AttentionMetadata(tuple(range(rows + 1)), (1,) * rows, table, slots)
+
+
 def make_step(
     requests: Sequence[tuple[int, int]],
     shape: Shape,
@@ -392,7 +399,6 @@ class DenseInputs:
         shape = (2, blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
         caches = torch.full(shape, UNTOUCHED, dtype=getattr(torch, self.roles["kv"]), device=device)
         slots = torch.randperm(blocks * BLOCK_SIZE, generator=self.generator, device=device)[:real]
-        table = torch.zeros(real, 1, dtype=torch.int32, device=device)
         return {
             **stream,
             "weight": self._matrix(sizes.packed, sizes.hidden),
@@ -401,7 +407,7 @@ class DenseInputs:
             "positions": torch.randint(1, 64, (rows,), generator=self.generator, device=device),
             "key_cache": caches[0],
             "value_cache": caches[1].clone(),
-            "metadata": AttentionMetadata(tuple(range(real + 1)), (1,) * real, table, slots),
+            "metadata": one_key_each(slots),
         }
 
     def output(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import current_platform
 from npu_gptoss.kernels.dumping import CLASS, FIELDS, FORMAT, changed, tensors
@@ -25,7 +24,7 @@ from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, packed
 from npu_gptoss.moe.ascend import AscendExperts
 from npu_gptoss.moe.triton.layout import TiledExperts, untiled
-from npu_gptoss.verify.cases import Inputs, on
+from npu_gptoss.verify.cases import Inputs, expert_map, on, one_key_each
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.compare import Result, checked
 
@@ -109,11 +108,8 @@ def _without_out(arguments: dict[str, Any]) -> Inputs:
 
 
 def _write_kv(arguments: dict[str, Any]) -> Inputs:
-    slots = arguments["slot_mapping"]
-    rows = len(slots)
-    table = torch.zeros(rows, 1, dtype=torch.int32)
-    metadata = AttentionMetadata(tuple(range(rows + 1)), (1,) * rows, table, slots)
-    return {**{name: value for name, value in arguments.items() if name != "slot_mapping"}, "metadata": metadata}
+    rest = {name: value for name, value in arguments.items() if name != "slot_mapping"}
+    return {**rest, "metadata": one_key_each(arguments["slot_mapping"])}
 
 
 def _experts(arguments: dict[str, Any]) -> Inputs:
@@ -141,22 +137,16 @@ def official(weights: Any) -> AnyExperts:
         return untiled(weights)
     if not isinstance(weights, AscendExperts):
         return weights
-    gate_up_bias = _interleaved(weights.gate_up_proj_bias)
-    first, last = weights.expert_range
-    places = None
-    if not weights.all_local:
-        places = torch.full((weights.num_experts,), -1)
-        places[first:last] = torch.arange(last - first)
-    biases = {"gate_up_proj_bias": gate_up_bias, "down_proj_bias": weights.down_proj_bias / weights.gain}
-    biases = {name: bias.to(weights.gate_up_proj.dtype) for name, bias in biases.items()}
+    places = None if weights.all_local else expert_map(weights.num_experts, *weights.expert_range)
+    biases = {"gate_up_proj_bias": _interleaved(weights.gate_up_proj_bias)}
+    biases["down_proj_bias"] = weights.down_proj_bias / weights.gain
+    rest = {**{name: bias.to(weights.gate_up_proj.dtype) for name, bias in biases.items()}, "expert_map": places}
     if weights.packed is None:
-        return ExpertWeights(
-            _interleaved(weights.gate_up_proj), down_proj=weights.down_proj, expert_map=places, **biases
-        )
+        return ExpertWeights(_interleaved(weights.gate_up_proj), down_proj=weights.down_proj, **rest)
     (blocks, scales), down = (packed.blocks_of(matrix) for matrix in weights.packed)
     gate_up = (torch.stack(t.chunk(2, 1), 2).flatten(1, 2) for t in (blocks, scales))
     names = ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales")
-    return Mxfp4Experts(**dict(zip(names, (*gate_up, *down), strict=True)), **biases, expert_map=places)
+    return Mxfp4Experts(**dict(zip(names, (*gate_up, *down), strict=True)), **rest)
 
 
 def _interleaved(halves: torch.Tensor) -> torch.Tensor:
