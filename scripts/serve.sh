@@ -99,6 +99,7 @@ else
     case $model in *120b*) size=120b ;; *20b*) size=20b ;; esac
 fi
 path=${model%/}
+case $path in */snapshots/*) path=${path%/snapshots/*} path=${path##*--} ;; esac # the folder is a hash, in the cache
 [ -n "$name" ] || name=${path##*/}
 
 count=''

@@ -85,6 +85,11 @@ def tiny_checkpoint(directory: Path = TINY) -> Path:
         os.close(lock)
 
 
+def served_name(model: Path) -> str:
+    """The folder's name; the model's where the folder lies in the hub's cache, which names it by a hash."""
+    return model.parents[1].name.rpartition("--")[2] if model.parent.name == "snapshots" else model.name
+
+
 def own_checkpoint(name: str) -> Path:
     """The user's checkpoint directory; raises InputError when there is nothing of gpt-oss that vLLM could load."""
     try:
@@ -372,7 +377,7 @@ def run(options: argparse.Namespace) -> int:
     port = check_port(options.host, options.port)
     envs.get("NPU_GPTOSS_DRAIN_SECONDS")
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
-    name = model.name if options.model else TINY_NAME
+    name = served_name(model) if options.model else TINY_NAME
     environment = serving_environment(model, ensure_vocabulary(model), on=options.on)
     flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
     command = serve_command(model, name, options.host, port, flags, options.on)

@@ -237,7 +237,8 @@ def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
             made[name] = dict(section)
             made["rope_theta"] = made[name].pop("rope_theta")
     new = [overrides[name] for name in ROPE_SECTIONS if name in overrides]
-    replaced = {*(ROPE_SECTIONS if new else ()), *("rope_theta" for one in new if "rope_theta" in (one or ()))}
+    has_theta = any(isinstance(section, Mapping) and "rope_theta" in section for section in new)
+    replaced = ROPE_FIELDS if has_theta else ROPE_SECTIONS if new else ()
     return {name: value for name, value in made.items() if name not in replaced} | dict(overrides)
 
 

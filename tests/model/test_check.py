@@ -142,3 +142,6 @@ def test_overrides_mend_a_config(directory: Path) -> None:
         check_directory(directory)
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
     assert check_directory(directory, overrides={"rope_scaling": yarn}).rope_scaling.factor == 32.0
+    for wrong in (5, "yarn", [yarn]):
+        with refused("rope_scaling", ConfigError):
+            check_directory(directory, overrides={"rope_scaling": wrong})

@@ -27,6 +27,11 @@ from tests.serving.server import free_port, wait_for
 SLEEPS = "import time; time.sleep(60)"
 
 
+def test_folder_of_the_hubs_cache_is_not_named_by_its_hash(tmp_path: Path) -> None:
+    cached = tmp_path / "models--openai--gpt-oss-20b/snapshots/6cee5e8"
+    assert (serve_here.served_name(cached), serve_here.served_name(tmp_path / "mine")) == ("gpt-oss-20b", "mine")
+
+
 @contextlib.contextmanager
 def started(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """A stand-in for the server: this Python with these arguments."""

@@ -89,6 +89,9 @@ def test_devices_are_made_visible_and_a_folder_needs_no_hub(tmp_path: Path) -> N
     variables, words = serve("--model", checkpoint(tmp_path / "my-20b", 24), "--devices", "4")
     assert (variables["ASCEND_RT_VISIBLE_DEVICES"], variables["HF_HUB_OFFLINE"]) == ("4", "1")
     assert following(words, "--served-model-name") == "my-20b"
+    cached = tmp_path / "models--openai--gpt-oss-20b/snapshots"
+    cached.mkdir(parents=True)
+    assert following(serve("--model", checkpoint(cached / "6cee5e8", 24))[1], "--served-model-name") == "gpt-oss-20b"
 
 
 def test_modes_are_vllms_and_flags_of_the_user_come_last() -> None:

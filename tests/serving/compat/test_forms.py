@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.platforms import current_platform
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.check import check_directory
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import accounted, expected_tensors
 from npu_gptoss.serving.compat.start import checkpoint
+from npu_gptoss.serving.loading import readable
 from npu_gptoss.serving.releases import here
 from npu_gptoss.serving.releases.vllm import as_written, load_tokenizer
 from tests.model.forms import FORMS, Form, as_transformers_5, changed_config, write_bases
@@ -45,7 +49,13 @@ def test_form_is_not_read_differently_by_vllm(form: Form, bases: Path, tmp_path:
         model = EngineArgs(model=str(folder), max_model_len=256).create_model_config()
         tokenizer = load_tokenizer(model)
     assert model.architectures == ["GptOssForCausalLM"]
-    assert GptOssConfig.from_dict(as_written(model.hf_config.to_dict())) == check_directory(folder)
+    config = GptOssConfig.from_dict(as_written(model.hf_config.to_dict()))
+    assert config == check_directory(folder)
+    index = folder / "model.safetensors.index.json"
+    named = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+    files = [str(folder / name) for name in sorted(set(named))]
+    loaded = readable(safetensors_weights_iterator(files, use_tqdm_on_load=False), config, str(folder))
+    assert len(list(accounted(loaded, config, folder))) == len(expected_tensors(config))
     assert tokenizer.encode(TEXT) == [0, 7, 1]
     assert tokenizer.decode([0, 1]) == "alpha beta"
 

@@ -71,11 +71,11 @@ def _rope_spelled(values: dict[str, Any]) -> dict[str, Any]:
     """A config.json with its rope fields where this process's transformers reads them."""
     from transformers import __version__
 
-    from npu_gptoss.model.config_fields import read_rope
+    from npu_gptoss.model.config_fields import PUBLISHED_YARN, read_rope
 
     made = dict(values)
     rope = read_rope(made)
-    section = {"rope_type": "yarn", **rope["rope_scaling"]}
+    section = {"rope_type": "yarn", **rope.get("rope_scaling", PUBLISHED_YARN)}
     theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     if int(__version__.partition(".")[0]) < 5:
         return made | {"rope_scaling": section, **theta}
