@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from npu_gptoss.convert.places import View, place, unwrapped
+from npu_gptoss.convert.places import WHOLE, View, place, unwrapped
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.files import is_directory, is_there, read_json
 from npu_gptoss.model.config import GptOssConfig
@@ -51,14 +51,15 @@ def _wrong(directory: Path, why: str, field: str, remedy: str = "Merge it with p
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to a view of an official tensor. factors: `A`, `B` and perhaps `magnitude_vector`."""
+    """What an adapter adds to `view` of the official tensor `name`. factors: `A`, `B`, of DoRA `magnitude_vector`."""
 
+    name: str
     factors: Mapping[str, StoredTensor]
-    scaling: float
     view: View
     experts: int = 0  # of a whole [experts, in, out] parameter; 0: a matrix
     turned: bool = False  # B has the parameter's first axis
     embedding: bool = False
+    scaling: float = 1.0
 
     def add_to(self, tensor: torch.Tensor) -> None:
         """tensor: the official one, float32 or bfloat16; changed in place, rounded once."""
@@ -126,27 +127,62 @@ def adapter_of(
             continue
         (where,) = places if len(places := place(name, config)) == 1 else [None]
         if where is None or where.name not in specs or specs[where.name].shape != tensor.shape:
-            raise _unknown(directory, name)
+            raise _wrong(directory, f"expected LoRA's tensors for gpt-oss, got {short(name)}", name)
         adapter.replaced[where.name] = tensor
     if adapter.replaced and weight != 1:
         why = (
-            f"{next(iter(adapter.replaced))} replaces the base's (modules_to_save) and cannot be weighted by {weight:g}"
+            f"{next(iter(adapter.replaced))} (modules_to_save) replaces the base's and cannot be weighted by {weight:g}"
         )
         raise _wrong(directory, why, "--lora", "Leave the weight away.")
-    turned = _turned(modules, config)
+    fits = {module: _fits(module, factors, config, specs) for module, factors in modules.items()}
+    turned = {one.turned for found in fits.values() if len(found) == 1 for one in found if one.experts}
     for module, factors in modules.items():
-        embedding = "embedding_A" in factors
-        factors = {kind.removeprefix("embedding_"): tensor for kind, tensor in factors.items()}
-        if not {"A", "B"} <= factors.keys():
-            raise _unknown(directory, next(iter(factors.values())).name)
-        name, delta = _delta(directory, module, factors, settings, weight, config, turned, embedding)
-        if name not in specs:
-            raise _unknown(directory, factors["A"].name)
-        _check_shapes(directory, name, delta, specs[name])
-        adapter.deltas.setdefault(name, []).append(delta)
+        found = fits[module] if len(fits[module]) < 2 else [one for one in fits[module] if one.turned in turned]
+        first = next(iter(factors.values())).name
+        if len(found) != 1:
+            shapes = " and ".join(str(list(tensor.shape)) for tensor in factors.values())
+            what = "is of a square matrix, and nothing tells its input" if fits[module] else f"fits no tensor: {shapes}"
+            raise _wrong(directory, f"{first} {what}", first)
+        names = unwrapped(module), found[0].name
+        patterns = settings.get("alpha_pattern") or {}  # as peft's get_pattern_key reads them
+        key = next((key for key in patterns if any(re.match(rf"(.*\.)?({key})$", name) for name in names)), None)
+        rank = found[0].factors["A"].shape[0] // (found[0].experts or 1)
+        alpha = settings["lora_alpha"] if key is None else patterns[key]
+        scaling = weight * alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        if "magnitude_vector" in factors and (weight != 1 or found[0].embedding):
+            raise _wrong(directory, f"{first} is of DoRA, which has no weight here, and no embedding", first)
+        adapter.deltas.setdefault(found[0].name, []).append(replace(found[0], scaling=scaling))
     if not adapter.deltas and not adapter.replaced:
         raise _wrong(directory, "expected an adapter's tensors, got none", "--lora", "Save it again.")
     return adapter
+
+
+def _fits(
+    module: str, stored: Mapping[str, StoredTensor], config: GptOssConfig, specs: Mapping[str, TensorSpec]
+) -> list[Delta]:
+    """What the factors of a module may be: nothing, one delta, or, of square experts, one in each layout."""
+    name, embedding = unwrapped(module), "embedding_A" in stored
+    factors = {kind.removeprefix("embedding_"): tensor for kind, tensor in stored.items()}
+    a, b = (factors[letter].shape if letter in factors else () for letter in "AB")
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return []
+    sides = (b[0], a[1])
+    if _EXPERTS.fullmatch(name):
+        count, whole = config.num_local_experts, [f"{name}.{matrix}" for matrix in ("gate_up_proj", "down_proj")]
+        return [
+            Delta(official, factors, WHOLE, count, turned)
+            for official in whole
+            for turned in (False, True)
+            if official in specs
+            and specs[official].shape[1:] == (sides if turned else sides[::-1])
+            and a[0] % count == 0
+        ]
+    (where, *_) = place(f"{name}.weight", config)
+    if where.name not in specs:
+        return []
+    shape = tuple(where.view(torch.empty(specs[where.name].shape, device="meta")).shape)
+    fits = shape == (sides[::-1] if embedding else sides)
+    return [Delta(where.name, factors, where.view, embedding=embedding)] if fits else []
 
 
 def _settings(directory: Path) -> dict[str, Any]:
@@ -167,71 +203,6 @@ def _settings(directory: Path) -> dict[str, Any]:
     for name in others:
         raise _wrong(directory, f"{name} = {short(settings[name])} makes another merge than LoRA's", name)
     return settings
-
-
-def _delta(
-    directory: Path,
-    module: str,
-    factors: Mapping[str, StoredTensor],
-    settings: Mapping[str, Any],
-    weight: float,
-    config: GptOssConfig,
-    turned: bool | None,
-    embedding: bool,
-) -> tuple[str, Delta]:
-    """The official name that a module's factors belong to, and what they add."""
-    name, experts, view = unwrapped(module), 0, None
-    rank = factors["A"].shape[0]
-    if _EXPERTS.fullmatch(name):
-        experts = config.num_local_experts
-        rank //= experts
-        official = name = f"{name}.{_matrix(factors, config)}"
-        if turned is None:
-            why = f"{factors['A'].name} is of a square matrix, and nothing tells which side is the input"
-            raise _wrong(directory, why, factors["A"].name)
-    else:
-        (where, *_) = place(f"{name}.weight", config)
-        official, view = where.name, where.view
-    patterns = settings.get("alpha_pattern") or {}
-    key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)  # peft's get_pattern_key
-    alpha = settings["lora_alpha"] if key is None else patterns[key]
-    scaling = weight * alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    if "magnitude_vector" in factors and weight != 1:
-        raise _wrong(directory, f"DoRA cannot be weighted by {weight:g}", "--lora", "Leave the weight away.")
-    if "magnitude_vector" in factors and embedding:
-        raise _unknown(directory, factors["magnitude_vector"].name)
-    return official, Delta(factors, scaling, view or (lambda tensor: tensor), experts, bool(turned), embedding)
-
-
-def _matrix(factors: Mapping[str, StoredTensor], config: GptOssConfig) -> str:
-    """gate_up_proj or down_proj, by the widths of the factors."""
-    widths = {factors["A"].shape[-1], factors["B"].shape[0]}
-    return "gate_up_proj" if widths == {config.hidden_size, 2 * config.intermediate_size} else "down_proj"
-
-
-def _turned(modules: Mapping[str, Mapping[str, StoredTensor]], config: GptOssConfig) -> bool | None:
-    """True where lora_A has the parameter's last axis, False where its first; None where no matrix tells."""
-    inputs = {"gate_up_proj": config.hidden_size, "down_proj": config.intermediate_size}
-    for module, factors in modules.items():
-        if _EXPERTS.fullmatch(unwrapped(module)) and {"A", "B"} <= factors.keys():
-            a, b = factors["A"].shape[-1], factors["B"].shape[0]
-            if a != b:
-                return a != inputs[_matrix(factors, config)]
-    return None
-
-
-def _check_shapes(directory: Path, name: str, delta: Delta, spec: TensorSpec) -> None:
-    a, b = (delta.factors[letter].shape for letter in "AB")
-    target = tuple(delta.view(torch.empty(spec.shape, device="meta")).shape)
-    sides = (b[0], a[-1]) if not delta.embedding and (not delta.experts or delta.turned) else (a[-1], b[0])
-    ranks = a[0] == b[-1] and (not delta.experts or a[0] % delta.experts == 0)
-    if target[-2:] != sides or not ranks or len(a) != 2 or len(b) != 2:
-        name_a, why = delta.factors["A"].name, f"should fit {name} {list(spec.shape)}, got {list(a)} and {list(b)}"
-        raise _wrong(directory, f"{name_a} and its lora_B {why}", name_a, "The adapter is of another base model.")
-
-
-def _unknown(directory: Path, name: str) -> AdapterError:
-    return _wrong(directory, f"expected LoRA's tensors for gpt-oss, got {short(name)}", name)
 
 
 def check_together(adapters: list[Adapter]) -> None:

@@ -123,6 +123,7 @@ FORMS = (
         "a training state of PyTorch's distributed checkpoints",
         "export it with the trainer, for instance `accelerate merge-weights`",
         files=("*.distcp",),
+        names=r"\._?flat_param$|^_?flat_param$",
     ),
     Foreign("a merge that transformers 5 saved without its experts", _MERGE_AGAIN, names=r"(gate_up|down)_proj\$$"),
     Foreign(
