@@ -86,24 +86,46 @@ def split_layer(name: str) -> tuple[int | None, str]:
 def accounted(
     tensors: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: object, *, expanded: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes tensors on: each known, once, in its shape and dtype; and at the end all of them must have come.
+    """Passes a whole checkpoint's tensors on, checked by an `Account`."""
+    account = Account(config, where, expanded=expanded)
+    for name, tensor in tensors:
+        account.take(name, tensor)
+        yield name, tensor
+        del tensor  # or it would stay in memory while the next one is read
+    account.close()
+
+
+class Account:
+    """The tensors of a checkpoint that have come: each known, once, in its shape and dtype; in the end all of them.
 
     expanded: MXFP4 experts may come in the BF16 layout. Raises CheckpointError, which names the tensor.
     """
-    expected, seen = expected_tensors(config), set()
-    for name, tensor in tensors:
-        if expanded and name not in expected and _PLAIN.fullmatch(name):
-            expected = expected_tensors(replace(config, quantization=None))
-        if name in seen:
-            raise CheckpointError(f"{where}: {name} should come once, got it twice: the shards overlap.", field=name)
-        seen.add(name)
-        if name not in expected:
-            check_layout([name], config, where)
-            check_names([*expected, name], expected, where)
-        check_tensor(name, tuple(tensor.shape), tensor.dtype, expected[name], where)
-        yield name, tensor
-        del tensor  # or it would stay in memory while the next one is read
-    check_names(seen, expected, where)
+
+    def __init__(self, config: GptOssConfig, where: object, *, expanded: bool = False) -> None:
+        self.config, self.where, self.expanded = config, where, expanded
+        self.expected, self.seen = expected_tensors(config), set()
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Checks one tensor and remembers it."""
+        if self.expanded and name not in self.expected and _PLAIN.fullmatch(name):
+            self.expected = expected_tensors(replace(self.config, quantization=None))
+        if name in self.seen:
+            raise CheckpointError(
+                f"{self.where}: {name} should come once, got it twice: the shards overlap.", field=name
+            )
+        self.seen.add(name)
+        if name not in self.expected:
+            check_layout([name], self.config, self.where)
+            check_names([*self.expected, name], self.expected, self.where)
+        check_tensor(name, tuple(tensor.shape), tensor.dtype, self.expected[name], self.where)
+
+    @property
+    def complete(self) -> bool:
+        return self.seen == self.expected.keys()
+
+    def close(self) -> None:
+        """Raises unless all have come."""
+        check_names(self.seen, self.expected, self.where)
 
 
 def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> None:

@@ -31,7 +31,7 @@ def checked_values(
     kinds: set[torch.dtype] = set()
     for name, tensor in tensors:
         if tensor.is_floating_point():
-            _check_finite(name, tensor, dtype, where)
+            check_finite(name, tensor, dtype, where)
             kinds.add(tensor.dtype)
             if dtype != tensor.dtype and dtype == torch.bfloat16 and not _exact(tensor, dtype):
                 rounded.append(name)
@@ -48,7 +48,8 @@ def checked_values(
         )
 
 
-def _check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype, where: object) -> None:
+def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype, where: object) -> None:
+    """Raises CheckpointError for a floating-point tensor that has a value which is not finite in `dtype`."""
     if not tensor.numel():
         return
     if tensor.device.type == "cpu":  # its isfinite is twenty times slower than this

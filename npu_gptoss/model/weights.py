@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
@@ -46,3 +47,17 @@ class ModelWeights:
     layers: tuple[Layer, ...]
     norm: torch.Tensor  # [hidden] float32
     lm_head: torch.Tensor  # [vocab, hidden]
+
+
+def named_tensors(node: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of nested dataclasses, tuples and mappings, by its path: `weights.layers.0.attention.norm`."""
+    if isinstance(node, torch.Tensor):
+        yield path, node
+        return
+    if is_dataclass(node):
+        parts = [(field.name, getattr(node, field.name)) for field in fields(node)]
+    else:
+        values = node.values() if isinstance(node, Mapping) else node if isinstance(node, tuple) else ()
+        parts = [(str(index), value) for index, value in enumerate(values)]
+    for name, part in parts:
+        yield from named_tensors(part, f"{path}.{name}")

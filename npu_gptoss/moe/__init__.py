@@ -18,7 +18,8 @@ from npu_gptoss.kernels import Bound, KernelError, Priority, SelectedKernel, bin
 from npu_gptoss.moe import ascend, packed, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI, activation_name
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, TOP_K, described, experts_call, route_call
-from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, quantize_fp8
+from npu_gptoss.moe.triton.layout import TiledExperts, fill, fill_bias
+from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, converted, lone, quantize_fp8
 
 __all__ = [
     "AnyExperts",
@@ -27,10 +28,14 @@ __all__ = [
     "Mxfp4Experts",
     "PreparedExperts",
     "bind_route",
+    "converted",
     "expert_mlp",
     "keeps_format",
+    "lone",
     "prepare_experts",
     "quantize_fp8",
+    "rewrite_bias",
+    "rewrite_experts",
     "route",
 ]
 
@@ -103,6 +108,41 @@ def prepare_experts(
     prepares = {run.kernel.prepare for _, run in bound.ranges}
     layouts = {prepare: weights if prepare is None else prepare(weights, swiglu_limit) for prepare in prepares}
     return PreparedExperts(bound, layouts, weights.hidden_size, swiglu_limit)
+
+
+def rewrite_experts(prepared: PreparedExperts, name: str, weights: AnyExperts) -> None:
+    """Writes other weights of one projection to the addresses of the first.
+
+    weights: in the format that was prepared; only the tensors of `name` are read (`weights.lone`). Raises InputError
+    for the layout of a kernel from outside of this package.
+    """
+    for layout in _own_layouts(prepared):
+        if isinstance(layout, TiledExperts):
+            fill(layout.matrix(name), weights, name)
+            continue
+        whole = getattr(layout, name)
+        for expert in range(layout.num_experts):
+            whole[expert].copy_(weights.rows(name, expert, whole.dtype).t())
+
+
+def rewrite_bias(prepared: PreparedExperts, name: str, bias: torch.Tensor) -> None:
+    """As `rewrite_experts`, for a projection's bias [experts, rows]."""
+    for layout in _own_layouts(prepared):
+        if isinstance(layout, TiledExperts):
+            fill_bias(layout.matrix(name), bias, name)
+        else:
+            getattr(layout, f"{name}_bias").copy_(bias)
+
+
+def _own_layouts(prepared: PreparedExperts) -> list[TiledExperts | ExpertWeights]:
+    for layout in prepared.layouts.values():
+        if not isinstance(layout, (TiledExperts, ExpertWeights)):
+            raise InputError(
+                f"the experts have the layout {type(layout).__name__} of {prepared.kernel.name}, which cannot be "
+                "rewritten; restart the server with the new weights",
+                field="weights",
+            )
+    return list(prepared.layouts.values())
 
 
 def keeps_format(weight_format: str, dtype: torch.dtype) -> bool:

@@ -131,7 +131,7 @@ def _expand_into(out: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) 
     """Writes the values of all groups one after the other into `out`, `[groups * 32]`."""
     groups = scales.numel()
     words = out.view(_WORD[out.dtype])  # [groups * 16]
-    table = _table(out.dtype, blocks.device)
+    table = _table(out.dtype).to(blocks.device)
     flat_blocks, flat_scales = blocks.reshape(groups, _BYTES), scales.reshape(groups, 1)
     step = _step(_EXPAND_CHUNK, blocks.device) // _BYTES
     for start in range(0, groups, step):
@@ -187,13 +187,17 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
     return ((_BIAS + exponent) << 23).view(torch.float32)
 
 
-@functools.lru_cache(maxsize=8)
-def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[65536]` words: entry `scale * 256 + byte` holds the byte's two values, the low nibble's first."""
-    values = torch.tensor([_values(scale) for scale in range(256)], dtype=torch.float64).to(dtype)  # [256, 16]
-    byte = torch.arange(256)
+@functools.cache
+def _table(dtype: torch.dtype) -> torch.Tensor:
+    """`[65536]` words: entry `scale * 256 + byte` holds the byte's two values, the low nibble's first.
+
+    On the CPU: on a device it would lie in vLLM's memory for weights, which sleep at level 2 throws away.
+    """
+    with torch.device("cpu"):  # also where a loader has made an accelerator the default device
+        values = torch.tensor([_values(scale) for scale in range(256)], dtype=torch.float64).to(dtype)  # [256, 16]
+        byte = torch.arange(256)
     pairs = torch.stack([values[:, byte & 0x0F], values[:, byte >> 4]], dim=-1)  # [256, 256, 2]
-    return pairs.view(_WORD[dtype]).view(-1).to(device)
+    return pairs.view(_WORD[dtype]).view(-1)
 
 
 def _values(scale: int) -> list[float]:

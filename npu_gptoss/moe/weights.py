@@ -6,6 +6,7 @@ map, and all can be expanded to floats, which defines what they mean.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -218,18 +219,37 @@ def quantize_fp8(weights: AnyExperts) -> Fp8Experts:
     if isinstance(weights, Fp8Experts):
         return weights
     made: dict[str, torch.Tensor] = {}
-    for name, shape in weights.shapes.items():
-        values = torch.empty(shape, dtype=FP8, device=weights.device)
-        scales = torch.empty(shape[:2], dtype=torch.float32, device=weights.device)
-        for expert in range(shape[0]):
-            values[expert], scales[expert] = _quantize_rows(weights.rows(name, expert, torch.float32))
-        made[name], made[name + "_scales"] = values, scales
+    for name in weights.shapes:
+        made |= vars(converted(weights, name, Fp8Experts, weights.num_experts))
     return Fp8Experts(
         **made,
         gate_up_proj_bias=weights.gate_up_proj_bias,
         down_proj_bias=weights.down_proj_bias,
         expert_map=weights.expert_map,
     )
+
+
+def lone(kind: type[AnyExperts], tensors: Mapping[str, torch.Tensor]) -> AnyExperts:
+    """Experts that have the tensors of one projection only: enough for `rows`, `converted` and a kernel's layout."""
+    made = object.__new__(kind)
+    vars(made).update(tensors)
+    return made
+
+
+def converted(weights: AnyExperts, name: str, kind: type[Mxfp4Experts | Fp8Experts], experts: int) -> AnyExperts:
+    """One projection in another format (`lone`), one expert at a time: in MXFP4 by the published recipe, as
+    `npu-gptoss convert` writes it; in FP8 with a scale an output channel."""
+    if isinstance(weights, kind):
+        return weights
+    packs = kind is Mxfp4Experts
+    made: list[torch.Tensor] = []
+    for expert in range(experts):
+        rows = weights.rows(name, expert, torch.float32).contiguous()
+        parts = mxfp4.compress(rows, published=True) if packs else _quantize_rows(rows)
+        made = made or [part.new_empty((experts, *part.shape)) for part in parts]
+        for whole, part in zip(made, parts, strict=True):
+            whole[expert] = part
+    return lone(kind, {f"{name}_blocks" if packs else name: made[0], f"{name}_scales": made[1]})
 
 
 def on_device(weights: AnyExperts, device: torch.device) -> AnyExperts:

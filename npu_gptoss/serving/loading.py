@@ -22,6 +22,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import PACKED, accounted
 from npu_gptoss.model.sharding import Shard
 from npu_gptoss.model.values import checked_values
+from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import FusedMoE
@@ -57,8 +58,8 @@ def load_weights(
     placements = _placements(model, config)
     if not any(".experts." in name for name in placements):  # every stage has a layer, and every layer experts
         raise InputError(
-            f"{where}: expected a model to fill, got one whose experts are prepared already. Weights cannot be loaded "
-            "a second time: restart the server.",
+            f"{where}: expected a model to fill, got one whose experts are prepared already. On vLLM {here().name} "
+            "weights are loaded once, also after sleep at level 2: restart the server with the new checkpoint.",
             field="weights",
         )
     filled: set[str] = set()

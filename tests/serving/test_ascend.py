@@ -108,6 +108,13 @@ def test_garbling_variables_of_vllm_ascend_are_refused(right_stack, monkeypatch,
     assert against(configuration()) == [f"{name}=1"]
 
 
+def test_a_sender_of_weights_is_refused_at_the_start(right_stack):
+    """Else vLLM 0.23 takes the parameters away before our loader can refuse the update."""
+    config = configuration()
+    config.weight_transfer_config = SimpleNamespace(backend="hccl")
+    assert against(config) == ["--weight-transfer-config"]
+
+
 def test_experts_that_ranks_do_not_share_evenly_are_refused(right_stack):
     """The third of three has experts 22 to 31 of 32, and vllm-ascend would hand it the rows of 20 to 29."""
     uneven = {"data_parallel_size": 3, "enable_expert_parallel": True}

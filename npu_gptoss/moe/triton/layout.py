@@ -66,6 +66,10 @@ class TiledExperts:
     expert_map: torch.Tensor | None  # [global experts] int32
     num_experts: int
 
+    def matrix(self, name: str) -> TiledMatrix:
+        """By the official name: gate_up_proj or down_proj."""
+        return self.gate_up if name == "gate_up_proj" else self.down
+
 
 def prepare(weights: AnyExperts, swiglu_limit: float) -> TiledExperts:
     """The work that is done once, at load."""
@@ -77,8 +81,8 @@ def prepare(weights: AnyExperts, swiglu_limit: float) -> TiledExperts:
         )
     return TiledExperts(
         weights.format,
-        _tiled(weights, "gate_up_proj", banded=True),
-        _tiled(weights, "down_proj", banded=False),
+        _tiled(weights, "gate_up_proj"),
+        _tiled(weights, "down_proj"),
         None if weights.expert_map is None else weights.expert_map.to(torch.int32),
         weights.num_experts,
     )
@@ -148,37 +152,52 @@ def _unbanded(rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(1, (-1, 2, BAND)).transpose(2, 3).flatten(1, 3)
 
 
-def _tiled(weights: AnyExperts, name: str, *, banded: bool) -> TiledMatrix:
+def _tiled(weights: AnyExperts, name: str) -> TiledMatrix:
     bias = getattr(weights, name + "_bias")
     experts, rows = bias.shape
     inputs = weights.hidden_size if name == "gate_up_proj" else weights.intermediate_size
     row_tiles, input_tiles = -(-rows // MOST_ROWS) * (MOST_ROWS // ROWS), -(-inputs // INPUTS)
-    pairs = -(-input_tiles // 2)
-    width, dtype = {Mxfp4Experts: (16, torch.int16), Fp8Experts: (32, torch.int16)}.get(
+    width, dtype = {Mxfp4Experts: (16, torch.uint16), Fp8Experts: (32, torch.uint16)}.get(
         type(weights), (INPUTS, weights.dtype)
     )
     words = torch.empty(experts, row_tiles, input_tiles, ROWS, width, dtype=dtype, device=bias.device)
     scales = None
     if isinstance(weights, Mxfp4Experts):
-        scales = torch.empty(experts, row_tiles, pairs, ROWS, 4, dtype=torch.uint8, device=bias.device)
-        _check_scales(getattr(weights, name + "_scales"))
-    for first in range(0, experts, _AT_ONCE):
-        some = slice(first, min(first + _AT_ONCE, experts))
-        values = _words(weights, name, some)  # [some, rows, input tiles, width]
-        words[some] = _in_tiles(bands(values) if banded else values)
-        if scales is not None:
-            exponents = getattr(weights, name + "_scales")[some] + EXPONENT_SHIFT
-            exponents = F.pad(exponents, (0, 4 * pairs - exponents.shape[-1]), value=EXPONENT_SHIFT)
-            exponents = exponents.unflatten(-1, (pairs, 4))
-            scales[some] = _in_tiles(bands(exponents) if banded else exponents)
-    if scales is not None:
-        scales = scales.view(torch.int32).squeeze(-1)
+        scales = words.new_empty(experts, row_tiles, -(-input_tiles // 2), ROWS, dtype=torch.int32)
     elif isinstance(weights, Fp8Experts):
-        scales = getattr(weights, name + "_scales")
-        scales = bands(scales) if banded else scales
-    if dtype == torch.int16:
-        words = words.view(torch.uint16)
-    return TiledMatrix(words, scales, (bands(bias) if banded else bias).contiguous(), rows, inputs)
+        scales = words.new_empty(experts, rows, dtype=torch.float32)
+    matrix = TiledMatrix(words, scales, _ordered(bias, name).contiguous(), rows, inputs)
+    fill(matrix, weights, name)
+    return matrix
+
+
+def fill(matrix: TiledMatrix, weights: AnyExperts, name: str) -> None:
+    """Writes all words and scales of one projection; weights: need not hold the other one (`weights.lone`)."""
+    words, exponents = matrix.words, None
+    if words.dtype == torch.uint16:
+        words = words.view(torch.int16)
+    if isinstance(weights, Mxfp4Experts):
+        exponents = matrix.scales.view(torch.uint8).unflatten(-1, (ROWS, 4))
+        _check_scales(getattr(weights, name + "_scales"))
+    elif isinstance(weights, Fp8Experts):
+        matrix.scales.copy_(_ordered(getattr(weights, name + "_scales"), name))
+    for first in range(0, len(words), _AT_ONCE):
+        some = slice(first, min(first + _AT_ONCE, len(words)))
+        words[some] = _in_tiles(_ordered(_words(weights, name, some), name))
+        if exponents is not None:
+            groups, pairs = getattr(weights, name + "_scales")[some] + EXPONENT_SHIFT, exponents.shape[2]
+            groups = F.pad(groups, (0, 4 * pairs - groups.shape[-1]), value=EXPONENT_SHIFT)
+            exponents[some] = _in_tiles(_ordered(groups.unflatten(-1, (pairs, 4)), name))
+
+
+def fill_bias(matrix: TiledMatrix, bias: torch.Tensor, name: str) -> None:
+    """bias: [experts, rows] in the official order."""
+    matrix.bias.copy_(_ordered(bias, name))
+
+
+def _ordered(rows: torch.Tensor, name: str) -> torch.Tensor:
+    """[experts, rows, …] in the order of the words."""
+    return bands(rows) if name == "gate_up_proj" else rows
 
 
 def bands(rows: torch.Tensor) -> torch.Tensor:

@@ -182,6 +182,9 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     why = f"vllm-ascend distributes {experts} experts correctly only over a number of ranks that divides them"
     remedy = "use as many ranks, or leave it out"
     yield wrong, Refusal("--enable-expert-parallel", f"on {ranks} ranks", why, remedy)
+    why, remedy = "the weights of a running server stay as they are", "leave it out, and restart for other weights"
+    sent = getattr(config, "weight_transfer_config", None) is not None  # from vLLM 0.23 on
+    yield sent, Refusal("--weight-transfer-config", None, why, remedy)
     wrong = graphs and not REPLAYS_IN_ORDER and config.scheduler_config.async_scheduling
     why = "vllm-ascend 0.11.0 starts the next graph before the last one has ended, which gives wrong text or a hang"
     yield wrong, Refusal("--async-scheduling", None, why, "leave it out, or use --enforce-eager")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
+# Backends of --weight-transfer-config, by what they send to: a model's load_weights, or its parameters
+TRANSFERS, PARAMETERS_ONLY = ("nccl", "ipc", "nccl_m2n"), ("sparse_nccl", "sharded_rdt", "modelexpress")
+
 
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     """Yields each refusal, with True if this configuration asks for the setting."""
@@ -45,8 +48,9 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield offload.uva.cpu_offload_gb > 0, Refusal("--cpu-offload-gb", offload.uva.cpu_offload_gb, why, out)
     group = offload.prefetch.offload_group_size
     yield group > 0, Refusal("--offload-group-size", group, why, out)
-    why = "the weights of a running server stay as they are"
-    yield config.weight_transfer_config is not None, Refusal("--weight-transfer-config", None, why, out)
+    sender = getattr(config.weight_transfer_config, "backend", None)
+    why, remedy = "it writes to vLLM's own parameters", f"use the backend {' or '.join(TRANSFERS)}"
+    yield sender in PARAMETERS_ONLY, Refusal("--weight-transfer-config", sender, why, remedy)
     why = "prompts are text or token ids"
     yield model.enable_prompt_embeds, Refusal("--enable-prompt-embeds", None, why, out)
     why = "the model is written for the second model runner"

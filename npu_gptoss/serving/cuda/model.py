@@ -8,25 +8,28 @@ rows write no key, read no expert and come out of attention as zeros.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from npu_gptoss.attention import DecodeMetadata
 from npu_gptoss.attention.triton.plan import ROUND_KEYS
-from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, expert_format
 from npu_gptoss.model.checkpoint import expand_stream
 from npu_gptoss.model.transformer import GptOss, KVCache
+from npu_gptoss.model.update import WeightUpdate
 from npu_gptoss.model.values import checked_values
 from npu_gptoss.model.warm_up import Reach, warm_up
+from npu_gptoss.model.weights import named_tensors
 from npu_gptoss.serving import limits
-from npu_gptoss.serving.cuda.cache import LayerCache, Slots
+from npu_gptoss.serving.cuda.cache import LayerCache, SinkBackend, Slots
 from npu_gptoss.serving.cuda.ranks import TensorParallel
 from npu_gptoss.serving.cuda.warm_up import before_ready
 from npu_gptoss.serving.loading import readable
 from npu_gptoss.serving.releases.vllm_0_33 import (
+    AttentionLayerBase,
     CUDAGraphMode,
     ForwardContext,
     ParallelLMHead,
@@ -52,6 +55,24 @@ def attend(model: GptOssForCausalLM, index: int, layer_name: str, query: torch.T
         out.zero_()
         return
     model.gptoss.attend(index, query, pair, steps[layer_name], out=out)
+
+
+class Updated(nn.Module, AttentionLayerBase):
+    """Has no weights: vLLM calls it at the end of an update, as it calls an attention layer."""
+
+    update: WeightUpdate | None = None
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        """Raises CheckpointError for an update that is not complete."""
+        update, self.update = self.update, None
+        if update is not None:
+            update.close()
+
+    def get_attn_backend(self) -> type[SinkBackend]:
+        return SinkBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+        return None
 
 
 class GptOssForCausalLM(nn.Module, SupportsEagle3):
@@ -83,7 +104,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         ]
         vllm_config.compilation_config.static_forward_context.update({cache.name: cache for cache in self.caches})
         self.aux_layers: frozenset[int] = frozenset()
-        self.model, self.lm_head = nn.Module(), None
+        self.model, self.lm_head, self.updated = nn.Module(), None, Updated()
         speculative = vllm_config.speculative_config
         self._has_head = speculative is not None and speculative.method == "eagle3"
         self._nowhere = Slots(torch.empty(0, dtype=torch.int64))
@@ -98,15 +119,18 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         return StepState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """weights: all tensors of the checkpoint by their official names. Raises CheckpointError, and InputError for a
-        second set: it would have other addresses than captured graphs hold."""
+        """weights: tensors by their official names: first all of the checkpoint; later any part of other weights, which
+        go where the first ones are (`WeightUpdate`). Raises CheckpointError."""
+        tensors = readable(weights, self.config, self.checkpoint)
         if hasattr(self, "gptoss"):
-            raise InputError(
-                "The weights of a running server cannot be replaced; start the server again with others.",
-                field="weights",
-            )
-        form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)
-        tensors = checked_values(readable(weights, self.config, self.checkpoint), self.dtype, self.checkpoint)
+            self._update(tensors)
+        else:
+            self._load(tensors)
+        return {name for name, _ in self.named_parameters()}
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        form = self.form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)
+        tensors = checked_values(tensors, self.dtype, self.checkpoint)
         if form == FLOATS:
             tensors = expand_stream(tensors, self.dtype)
         self.gptoss = GptOss.from_tensors(
@@ -120,7 +144,37 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
             self._share()
         if self.device.type == "cuda":
             before_ready(self._warm_up)
-        return {name for name, _ in self.named_parameters()}
+
+    def _update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """A failure ends the update: the next tensor begins another."""
+        update, self.updated.update = self.updated.update, None
+        update = update or WeightUpdate(self.gptoss, self.config, self.form, "the update")
+        for name, tensor in tensors:
+            update.take(name, tensor)
+            del tensor  # or it would stay in memory while the next one is read
+        if not update.complete:
+            self.updated.update = update
+        else:
+            logger.info("npu-gptoss has the new weights, experts in %s.", self.form)
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as the kernels read them, for vLLM's checksums. Their names are not official: so no sender of
+        weights writes to them past `load_weights`."""
+        yield from (
+            self._tensors(weights=True) if hasattr(self, "gptoss") else super().named_parameters(*args, **options)
+        )
+
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """What no checkpoint holds: vLLM keeps it over a sleep at level 2."""
+        yield from super().named_buffers(*args, **options)
+        if hasattr(self, "gptoss"):
+            yield "cos_sin", self.gptoss.cos_sin
+            yield from self._tensors(weights=False)
+
+    def _tensors(self, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named_tensors(self.gptoss.weights, "weights"):
+            if weights != name.endswith("expert_map"):
+                yield name, tensor
 
     def _warm_up(self, reach: Reach) -> None:
         warm_up(self.gptoss, [cache.pair for cache in self.caches], reach)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ CAPTURE, GRAPHS, FULL, PIECEWISE = "capture", "graphs", "full", "piecewise"  # e
 # padding rows hold NaN; they also write keys, before a live row's; attention leaves them as they were
 GARBAGE, LEAKING, UNCLEARED = "garbage", "leaking", "uncleared"
 OWN, WRONG, RIGHT = "own", "wrong", "right"
+# ways to other weights: a server that starts with them, or a running one that gets them
+STARTED, RELOADED, SLEPT, SENT = "started", "reloaded", "slept", "sent"
 SHIFT = {WRONG: 1, RIGHT: 0}  # of a recorded token's id, where a script proposes in place of vLLM's n-grams
 
 
@@ -29,6 +33,7 @@ class Question:
     """options: of vLLM's LLM. spoil: the field of a step that each graph reads at its address of the capture.
     padding: GARBAGE, or a mistake of the model with it.
 
+    others: other weights, that `Answer` is about.
     drafters: all prompts are asked with each of them. Scripts follow the tokens of vLLM's OWN, which comes first.
     """
 
@@ -40,6 +45,7 @@ class Question:
     spoil: str | None = None
     padding: str | None = None
     drafters: list[str] = field(default_factory=list)
+    others: tuple[str, str] | None = None  # STARTED, RELOADED, SLEPT or SENT, and the checkpoint
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def main() -> None:
     tail = pad(question.padding) if question.padding else None
 
     options = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
-    llm = LLM(question.model, **options | {"disable_log_stats": False} | question.options)
+    way, other = question.others or ("", "")
+    llm = LLM(other if way == STARTED else question.model, **options | {"disable_log_stats": False} | question.options)
     seen.clear()
     compiled = listen_to_triton()
     if tail is not None:
@@ -109,6 +116,10 @@ def main() -> None:
             "proposed": total("spec_decode_num_draft_tokens") - before[0],
             "accepted": total("spec_decode_num_accepted_tokens") - before[1],
         }
+    if way and way != STARTED:
+        asked()
+        renew(llm, way, other)
+        seen.clear()
     for _ in range(0 if drafted else question.times):
         tokens = asked()
     answer = Answer(
@@ -124,6 +135,36 @@ def main() -> None:
     )
     print(json.dumps(asdict(answer)), flush=True)
     os._exit(0)  # without a tokenizer vLLM does not exit
+
+
+def renew(llm: Any, way: str, checkpoint: str) -> None:
+    """Gives the running engine the weights of another checkpoint."""
+    if way == SENT:  # as vLLM's engines for weight transfer: on the device, in pieces, in any order
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc(_send, args=(checkpoint,))
+        llm.collective_rpc("finish_weight_update")
+    else:
+        if way == SLEPT:
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+        if way == SLEPT:
+            llm.wake_up(tags=["kv_cache"])
+    llm.reset_prefix_cache()
+
+
+def _send(worker: Any, checkpoint: str) -> None:
+    """The checkpoint in BF16, also to experts that are MXFP4."""
+    import torch
+
+    from npu_gptoss.model.checkpoint import iterate_tensors
+    from npu_gptoss.model.config import GptOssConfig
+
+    config = GptOssConfig.from_directory(Path(checkpoint))
+    tensors = list(iterate_tensors(checkpoint, config, dtype=torch.bfloat16, progress=False))
+    random.Random(0).shuffle(tensors)
+    for first in range(0, len(tensors), 5):
+        worker.get_model().load_weights((name, each.cuda()) for name, each in tensors[first : first + 5])
 
 
 def listen(note: Callable[..., None]) -> None:

@@ -44,7 +44,7 @@ def refused(config: Having) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "option"),
     [
-        ({"weight_transfer_config": object()}, "--weight-transfer-config"),
+        ({"weight_transfer_config": Having(backend="sharded_rdt")}, "--weight-transfer-config sharded_rdt"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
         # vLLM moves parameters, and our weights are none, so it silently moved nothing
         ({"uva": Having(cpu_offload_gb=4)}, "--cpu-offload-gb 4"),

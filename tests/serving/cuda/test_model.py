@@ -5,6 +5,7 @@ Steps are as vLLM's scheduler makes them: prompts, chunks, decode, drafts to ver
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
@@ -31,13 +34,14 @@ from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import clear_layer_kv_caches, customize_attention_spec
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
-from npu_gptoss.errors import InputError
+from npu_gptoss.files import CheckpointError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.serving import limits
 from npu_gptoss.serving.cuda import cache, model, ranks
 from npu_gptoss.serving.cuda.cache import StepBuilder
 from tests.checkpoints import random_tensors, write_random_checkpoint
+from tests.refused import refused
 
 BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 64, 16, 512
 
@@ -255,14 +259,78 @@ def test_a_cache_that_vllm_frees_is_held_by_no_layer(checkpoint):
     assert not any(each() is not None for each in memory)
 
 
-def test_weights_are_loaded_once(checkpoint):
-    """A second set has other addresses: graphs went on with the freed memory of the first."""
-    served = model.GptOssForCausalLM(vllm_config=config_of(checkpoint[0]))
-    served.load_weights(random_tensors(checkpoint[1]).items())
-    before = served.gptoss
-    with pytest.raises(InputError, match="start the server again"):
-        served.load_weights(random_tensors(checkpoint[1]).items())
-    assert served.gptoss is before
+def update(served: model.GptOssForCausalLM, tensors: dict[str, torch.Tensor], size: int) -> None:
+    """As vLLM's engines for weight transfer do: a chunk at a time between the two calls that re-load layers."""
+    sent = random.Random(0).sample(list(tensors.items()), len(tensors))
+    initialize_layerwise_reload(served)
+    for first in range(0, len(sent), size):
+        assert served.load_weights(iter(sent[first : first + size]))
+    finalize_layerwise_reload(served, Having(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_step_right_after_an_update_has_the_new_weights(checkpoint, size):
+    server = Server.of(*checkpoint)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+    addresses = {name: tensor.data_ptr() for name, tensor in server.model.named_parameters()}
+    new = random_tensors(checkpoint[1], seed=1)
+    update(server.model, new, size)
+    server.plain = GptOss.from_tensors(checkpoint[1], new.items(), "cpu", torch.float32)
+    server.lengths = [0, 0, 0]  # vLLM drops the old keys
+    server.step([5, 70, 33], prefilling=[True] * 3)
+    server.step([1, 1, 1], prefilling=[False] * 3)
+    assert {name: tensor.data_ptr() for name, tensor in server.model.named_parameters()} == addresses
+
+
+def test_an_update_that_lost_a_chunk_ends_in_an_error_by_name(checkpoint):
+    served = Server.of(*checkpoint).model
+    new, lost = random_tensors(checkpoint[1], seed=1), "model.layers.3.mlp.router.bias"
+    with refused(lost, CheckpointError):
+        update(served, {name: tensor for name, tensor in new.items() if name != lost}, 7)
+    update(served, new, 7)  # the next one begins anew
+
+
+def test_an_update_that_failed_half_way_can_be_sent_again(checkpoint):
+    server = Server.of(*checkpoint)
+    new = random_tensors(checkpoint[1], seed=1)
+    damaged = new | {"model.norm.weight": torch.full((96,), torch.nan)}
+    with refused("model.norm.weight", CheckpointError):
+        update(server.model, damaged, 7)
+    update(server.model, new, 7)
+    server.plain = GptOss.from_tensors(checkpoint[1], new.items(), "cpu", torch.float32)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+
+
+def test_what_no_checkpoint_holds_outlives_a_sleep_at_level_2(checkpoint):
+    """vLLM then keeps the buffers, throws away all other memory of the load, and the update fills the weights."""
+    server = Server.of(*checkpoint)
+    saved = {name: buffer.clone() for name, buffer in server.model.named_buffers()}
+    for tensor in [*dict(server.model.named_parameters()).values(), server.model.gptoss.cos_sin]:
+        tensor.fill_(torch.nan)
+    for name, buffer in server.model.named_buffers():
+        buffer.copy_(saved[name])
+    update(server.model, random_tensors(checkpoint[1]), 7)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+
+
+def test_vllms_checksums_change_with_the_weights(checkpoint):
+    """There were none, and every comparison matched."""
+    served = Server.of(*checkpoint).model
+    before = compute_tensor_digests(served)
+    update(served, random_tensors(checkpoint[1], seed=1), 1000)
+    after = compute_tensor_digests(served)
+    update(served, random_tensors(checkpoint[1]), 1000)
+    assert before
+    assert not before.items() & after.items()
+    assert compute_tensor_digests(served) == before
+
+
+def test_an_eagle_head_shares_the_embedding_after_an_update(checkpoint):
+    served = Server.of(*checkpoint).model
+    served.model.embed_tokens = torch.nn.Embedding.from_pretrained(served.gptoss.embedding)
+    new = random_tensors(checkpoint[1], seed=1)
+    update(served, new, 7)
+    assert torch.equal(served.model.embed_tokens.weight, new["model.embed_tokens.weight"].float())
 
 
 def test_an_eagle_head_gets_the_residual_stream_behind_its_layers(checkpoint):
