@@ -58,6 +58,9 @@ class WeightUpdate:
                 tensor = self.model.ranks.shard.cut(name, tensor)
             dtype = self.model.dtype if tensor.is_floating_point() else None
             self._write(name, tensor.to(device=self.model.device, dtype=dtype))
+            if self.model.device.type == "cuda":
+                # vLLM calls on several streams in turn, and a half that waits is written on one and read on another
+                torch.cuda.current_stream(self.model.device).synchronize()
         except Exception as error:
             raise CheckpointError(f"{error} {self.state}", field=getattr(error, "field", name)) from error
 
