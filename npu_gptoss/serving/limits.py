@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from npu_gptoss.errors import InputError, Refusal, asked_for, short
 from npu_gptoss.model.config import ConfigError, GptOssConfig
-from npu_gptoss.model.config_fields import ARCHITECTURE, MODEL_TYPE
+from npu_gptoss.model.config_fields import ARCHITECTURE, MODEL_TYPE, MXFP4
 from npu_gptoss.serving import aside
 from npu_gptoss.serving.ascend import limits as ascend
 from npu_gptoss.serving.cuda import limits as cuda
@@ -45,7 +45,8 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     yield wrong, Refusal("--enable-lora", None, "adapters are not supported", remedy)
     why = "the checkpoint's own format is served, MXFP4 or BF16"
     written = (getattr(model.hf_config, "quantization_config", None) or {}).get("quant_method")
-    wrong = model.quantization not in QUANTIZATIONS and written != model.quantization  # else config.json's rule says it
+    # of another format in config.json, its rule says so: nobody gave the flag
+    wrong = model.quantization not in QUANTIZATIONS and written in (None, MXFP4, *QUANTIZATIONS)
     yield wrong, Refusal("--quantization", model.quantization, why, out)
     why = "the KV cache has the model's dtype"
     yield kv_dtype != "auto", Refusal("--kv-cache-dtype", kv_dtype, why, out)

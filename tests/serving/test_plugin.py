@@ -364,6 +364,15 @@ def configuration(**changes: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
+    ("written", "named"), [({}, True), ({"quant_method": "mxfp4"}, True), ({"quant_method": "modelopt"}, False)]
+)
+def test_a_flag_that_nobody_gave_is_not_refused(written: dict[str, str], named: bool) -> None:
+    """vLLM sets it from config.json, whose own rule refuses the format."""
+    config = configuration(quantization="modelopt_fp4", hf_config=SimpleNamespace(quantization_config=written))
+    assert bool(limits.objections(config, "cpu")) is named
+
+
+@pytest.mark.parametrize(
     ("change", "option"),
     [
         ({"runner_type": "pooling"}, "--runner pooling"),

@@ -137,3 +137,17 @@ def test_corrupt_checkpoints_end_vllm_serve_with_a_sentence() -> None:
     command = [sys.executable, "-m", "tests.model.fuzz", "--through", "serve", "--count", "15", "--seed", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_a_gguf_of_gpt_oss_is_refused_with_what_to_take(tmp_path: Path) -> None:
+    """vLLM's own answer named an architecture, or asked for a config.json, behind 70 lines."""
+    file = tmp_path / "model.gguf"
+    for content, refused in ((b"GGUF\3\0general.architecture\x07gpt-oss", True), (b"GGUF\3\0qwen3", False)):
+        file.write_bytes(content)
+        for path in (file, tmp_path):
+            if not refused:
+                checkpoint.check_gguf(path)
+                continue
+            with pytest.raises(InputError) as caught:
+                checkpoint.check_gguf(path)
+            assert caught.value.field == str(file)
