@@ -181,10 +181,12 @@ def test_pruned_experts_are_counted_by_the_router(tmp_path: Path) -> None:
     assert len(open_source(source).notes) == 1
 
 
-def test_adapter_beside_and_shards_without_index_are_no_obstacle(tmp_path: Path) -> None:
+def test_adapter_beside_no_index_and_a_stale_config_are_no_obstacle(tmp_path: Path) -> None:
     config, tensors = small()
-    source = write(tmp_path / "in", dict(list(tensors.items())[:7]), config, file="model-00001-of-00002.safetensors")
-    write(source, dict(list(tensors.items())[7:]), config, file="model-00002-of-00002.safetensors")
+    stale = {"architectures": ["FSDPGptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    first, second = dict(list(tensors.items())[:7]), dict(list(tensors.items())[7:])
+    source = write(tmp_path / "in", first, config, file="model-00001-of-00002.safetensors")
+    write(source, second, config, file="model-00002-of-00002.safetensors", **stale)
     (source / "adapter_model.safetensors").write_bytes(b"not read")
     assert_same(converted(source, tmp_path / "out")[1], tensors)
 
