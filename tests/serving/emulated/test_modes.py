@@ -45,10 +45,7 @@ PURE = [  # no prompt is computed in the same step as a decode
     turn((140,), seed=6),
     turn((130, 131, 132, 133, 134, 135, 136, 137), seed=4),
 ]
-DRAWN = [
-    turn((40,), tokens=12),
-    {"prompts": prompts((40,)) * 8, "tokens": 12, "sampling": NARROW | WIDE},
-]
+DRAWN = [turn((40,), tokens=12), {"prompts": prompts((40,)) * 8, "tokens": 12, "sampling": NARROW | WIDE}]
 SIZES = [1, 2, 4, 8]
 PIECES = random_config().num_hidden_layers + 1
 # an engine's options, and how many graphs each of its decode steps replays

@@ -41,10 +41,7 @@ def test_a_block_table_that_was_rebound_is_seen(serve, expected):
 
 def test_a_tail_that_is_not_zeroed_is_refused_by_the_router(serve, expected):
     """Three requests in a graph of four: old memory in the fourth row reaches the router; NaN has no order."""
-    rounds = [
-        turn(THREE_IN_A_BUCKET_OF_FOUR),
-        turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, spoil="tail_not_zeroed"),
-    ]
+    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, spoil="tail_not_zeroed")]
     results, _ = serve(rounds)
     assert right(rounds[:1], results[:1], expected) == [True]
     assert "[R57]" in results[1]
@@ -64,10 +61,7 @@ def test_biases_that_are_spread_over_the_rows_cannot_be_captured(serve, expected
 
 def test_rows_that_are_not_cut_are_refused_when_a_graph_is_replayed(serve, expected):
     """The fifth problem of the Ascend article: three requests replay the graph of four."""
-    rounds = [
-        turn(THREE_IN_A_BUCKET_OF_FOUR),
-        turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, spoil="rows_not_cut"),
-    ]
+    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, spoil="rows_not_cut")]
     results, printed = serve(rounds)
     assert right(rounds[:1], results[:1], expected) == [True]
     assert "error code is 561002" in results[1]

@@ -20,10 +20,7 @@ def ending(serve, rounds=(), **how) -> str:
     ("options", "sentence"),
     [
         ({"gpu_memory_utilization": 0.001}, "of the 4 MiB that --gpu-memory-utilization 0.001 takes of 4.0 GiB."),
-        (
-            {"gpu_memory_utilization": 0.15, "max_model_len": 131_072},
-            "of KV cache for one request of 131072 tokens = ",
-        ),
+        ({"gpu_memory_utilization": 0.15, "max_model_len": 131_072}, "of KV cache for one request of 131072 tokens = "),
     ],
     ids=["no block", "no request"],
 )
