@@ -51,7 +51,7 @@ def register() -> None:
         logger.warning("%s", version_objection(release))
         return
 
-    from npu_gptoss.serving import compat, false_alarms
+    from npu_gptoss.serving import compat, log_filters
     from npu_gptoss.serving.compat.start import ends
 
     ends.install()
@@ -62,7 +62,7 @@ def register() -> None:
         for sentence in envs.unknown(os.environ):
             logger.warning("%s", sentence)
     compat.apply()
-    false_alarms.silence()
+    log_filters.install()
 
     from npu_gptoss.serving.releases.vllm import current_platform
 

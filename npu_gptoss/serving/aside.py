@@ -45,8 +45,9 @@ def take_over() -> None:
     module, _, name = here().model.partition(":")
     known = ModelRegistry.models.get(ARCHITECTURE)
     if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
-        _stock[:] = [ModelRegistry.models.pop(ARCHITECTURE, None)]  # vLLM warns of a registered name
-        ModelRegistry.register_model(ARCHITECTURE, here().model)  # by name: imported only where it is needed
+        _stock[:] = [known]
+        entry = here().module("vllm").registered_model(module, name)  # by name: imported only where it is needed
+        ModelRegistry.models[ARCHITECTURE] = entry
 
 
 def step_aside(refusals: tuple[Refusal, ...]) -> None:

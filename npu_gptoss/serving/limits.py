@@ -7,7 +7,7 @@ refusals to vLLM's own for gpt-oss; the model calls `checked_config` once more.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, Refusal, asked_for, short
 from npu_gptoss.model.config import ConfigError, GptOssConfig
@@ -17,8 +17,6 @@ from npu_gptoss.serving.ascend import limits as ascend
 from npu_gptoss.serving.cuda import limits as cuda
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
-
     from npu_gptoss.serving.releases.vllm import VllmConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")
@@ -90,7 +88,7 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
     return checked
 
 
-def check_model(model: ModelConfig) -> None:
+def check_model(model: Any) -> None:
     """Raises InputError if vLLM would serve gpt-oss by another class than ours."""
     if model.hf_config.model_type == MODEL_TYPE and model.architecture != ARCHITECTURE:
         why = "this package's own model has gpt-oss's kernels"
@@ -119,6 +117,10 @@ def register(architecture: str) -> None:
                     ascend.choose_graphs(vllm_config)
                 elif current_platform.device_type == "cuda":
                     cuda.choose_graphs()
+                else:
+                    from npu_gptoss.serving.releases import cpu_0_11
+
+                    cpu_0_11.choose_operators(vllm_config)
             known.verify_and_update_config(vllm_config)
 
     MODELS_CONFIG_MAP[architecture] = GptOssLimits

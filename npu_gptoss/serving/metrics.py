@@ -62,9 +62,7 @@ def metrics() -> Metrics:
 def refusals() -> Counter:
     """Counts in the server's process: vLLM's own counter, http_requests_total, does not see admission's refusals."""
     return Counter(
-        "npu_gptoss_refused_requests",
-        "Requests refused before they reached vLLM, by HTTP status.",
-        ("status",),
+        "npu_gptoss_refused_requests", "Requests refused before they reached vLLM, by HTTP status.", ("status",)
     )
 
 

@@ -165,9 +165,7 @@ class DecoderLayer(nn.Module):
 
 
 # The dynamic dimensions are named because vLLM infers them from annotations, and postponed annotations are text.
-@support_torch_compile(
-    dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0},
-)
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0})
 class GptOssModel(nn.Module):
     """Embedding, this pipeline stage's layers and the last norm."""
 

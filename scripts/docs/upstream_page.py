@@ -18,14 +18,15 @@ WIDTH = 158  # of the page's lines
 
 
 def repairs() -> str:
-    """Lists the repairs; a repair of several releases is one entry."""
+    """Lists the repairs; one function is one entry."""
     lines: list[str] = []
-    for name in dict.fromkeys(patch.name for patch in patches()):
-        named = [patch for patch in patches() if patch.name == name]
-        first = named[0]
-        releases = ", ".join(release for patch in named for release in patch.releases)
-        until = ", ".join(dict.fromkeys(patch.until for patch in named))
-        text = f"* **{name}** (`{first.file}`; {releases}; until {until}) {first.reason}"
+    for install in dict.fromkeys(patch.install for patch in patches()):
+        entries = [patch for patch in patches() if patch.install is install]
+        first = entries[0]
+        names = ", ".join(dict.fromkeys(f"**{patch.name}**" for patch in entries))
+        releases = ", ".join(dict.fromkeys(release for patch in entries for release in patch.releases))
+        until = ", ".join(dict.fromkeys(patch.until for patch in entries))
+        text = f"* {names} (`{first.file}`; {releases}; until {until}) {first.reason}"
         if first.upstream != "none found":
             text += f" Upstream: {first.upstream}."
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

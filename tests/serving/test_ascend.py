@@ -224,9 +224,7 @@ def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
         raise RuntimeError("PFA TND ... acl graph not supported at present")
 
     monkeypatch.setitem(
-        sys.modules,
-        "torch_npu",
-        SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=refused),
+        sys.modules, "torch_npu", SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=refused)
     )
     query = {"query": torch.empty(4, 8, 64)}
     monkeypatch.setattr(captured.importlib.metadata, "version", lambda name: "2.7.1")

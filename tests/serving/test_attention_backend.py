@@ -142,11 +142,7 @@ def test_a_cache_in_another_dtype_is_refused() -> None:
 
 
 def run(
-    implementation: SinkAttentionImpl,
-    cache: torch.Tensor,
-    metadata: AttentionMetadata | None,
-    count: int,
-    fill: float,
+    implementation: SinkAttentionImpl, cache: torch.Tensor, metadata: AttentionMetadata | None, count: int, fill: float
 ) -> torch.Tensor:
     """One step with `count` rows; rows past the real tokens hold `fill`, and the caller's buffer holds garbage."""
     query, key, value = rows(count, HEADS, 0), rows(count, KV_HEADS, 1), rows(count, KV_HEADS, 2)

@@ -6,6 +6,7 @@ of tests/scripts/test_serve_emulated.py.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import pickle
 from types import SimpleNamespace
@@ -16,14 +17,17 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerBase, StatLoggerManager
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from npu_gptoss.serving import metrics
-from npu_gptoss.serving.steps import ATTRIBUTE, KEY, Step, StepObserver, put, take
+from npu_gptoss.serving.compat.patch import Mismatch
+from npu_gptoss.serving.releases.steps_0_11 import KEY, StepObserver, StepStats, take
+from npu_gptoss.serving.steps import Step
 from tests.serving.compat.conftest import patched  # noqa: F401
 
 pytestmark = pytest.mark.serving
@@ -34,6 +38,12 @@ STEP = Step("piecewise", 8, 5, 3, KERNELS)
 
 def model_output(*request_ids: str) -> ModelRunnerOutput:
     return ModelRunnerOutput(list(request_ids), {}, [], None, {}, [])
+
+
+def carried(output: ModelRunnerOutput) -> Step | None:
+    """Returns the step that vLLM's scheduler finds in a worker's output."""
+    told = output.kv_connector_output
+    return take(SchedulerStats(kv_connector_stats=told.kv_connector_stats.data)) if told else None
 
 
 class Dispatcher:
@@ -51,7 +61,7 @@ def observed(observer: StepObserver, dispatcher: Dispatcher, rows: int, tokens: 
         dispatcher.dispatch(SimpleNamespace(num_tokens=rows))
         return model_output("request")
 
-    return vars(observer.observe(execute, tokens)).get(ATTRIBUTE)
+    return carried(observer.observe(execute, tokens))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +93,9 @@ def test_captures_and_warm_ups_before_a_step_are_not_counted_as_the_step():
     observer = StepObserver(dispatcher, tuple)
     dispatcher.dispatch(SimpleNamespace(num_tokens=64))  # a dummy run
     observer.observe(lambda: EMPTY_MODEL_RUNNER_OUTPUT, 0)
-    assert ATTRIBUTE not in vars(EMPTY_MODEL_RUNNER_OUTPUT), "one object for all empty outputs: it would say it forever"
+    assert carried(EMPTY_MODEL_RUNNER_OUTPUT) is None, "one object for all empty outputs: it would say it forever"
     output = observer.observe(lambda: model_output("request"), 1)
-    assert ATTRIBUTE not in vars(output)
+    assert carried(output) is None
 
 
 def test_the_output_of_asynchronous_scheduling_carries_its_step():
@@ -98,26 +108,30 @@ def test_the_output_of_asynchronous_scheduling_carries_its_step():
         return wrapped
 
     assert observer.observe(execute, 1) is wrapped
-    assert vars(wrapped._model_runner_output)[ATTRIBUTE] == Step("piecewise", 2, 1, 1)
+    assert carried(wrapped._model_runner_output) == Step("piecewise", 2, 1, 1)
+
+
+def statistics(step: Step) -> SchedulerStats:
+    return SchedulerStats(kv_connector_stats={KEY: dataclasses.asdict(step)})
 
 
 def test_a_step_survives_both_of_vllms_serialisers():
     """From worker to engine core by pickle, from there to the API server by msgpack with vLLM's types."""
-    output = model_output("request")
-    setattr(output, ATTRIBUTE, STEP)
-    step = vars(pickle.loads(pickle.dumps(output)))[ATTRIBUTE]
-
-    outputs = {1: EngineCoreOutputs(), 0: EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=3))}
-    put(step, outputs)
-    received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
-    assert take(received.scheduler_stats) == STEP
-    assert received.scheduler_stats == SchedulerStats(num_running_reqs=3), "vLLM's own loggers would read the rest"
+    output = pickle.loads(
+        pickle.dumps(KVConnectorOutput(kv_connector_stats=StepStats(statistics(STEP).kv_connector_stats)))
+    )
+    manager = SimpleNamespace(usage=0.0, make_prefix_cache_stats=PrefixCacheStats)
+    scheduler = SimpleNamespace(log_stats=True, kv_cache_manager=manager, running=[], waiting=[1, 2, 3])
+    stats = Scheduler.make_stats(scheduler, None, output.kv_connector_stats)
+    outputs = EngineCoreOutputs(scheduler_stats=stats)
+    received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs)).scheduler_stats
+    assert take(received) == STEP
+    assert received.num_waiting_reqs == 3
+    assert received.kv_connector_stats is None, "vLLM's own loggers would read the rest"
 
 
 def test_a_connectors_statistics_do_not_change():
-    stats = SchedulerStats(kv_connector_stats={"transfers": [1, 2]})
-    put(STEP, {0: EngineCoreOutputs(scheduler_stats=stats)})
-    assert set(stats.kv_connector_stats) == {"transfers", KEY}
+    stats = SchedulerStats(kv_connector_stats={"transfers": [1, 2]} | statistics(STEP).kv_connector_stats)
     assert take(stats) == STEP
     assert stats.kv_connector_stats == {"transfers": [1, 2]}
     assert take(stats) is None
@@ -137,12 +151,6 @@ def config(model_type: str = "gpt_oss", name: str = "test-metrics") -> Any:
 
 def value(name: str, model: str = "test-metrics", engine: int = 0, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(name, {"model_name": model, "engine": str(engine), **labels})
-
-
-def statistics(step: Step) -> SchedulerStats:
-    stats = SchedulerStats()
-    put(step, {0: EngineCoreOutputs(scheduler_stats=stats)})
-    return stats
 
 
 def test_series_exist_before_their_first_step_so_that_a_rate_sees_it():
@@ -213,12 +221,6 @@ def test_our_logger_comes_before_vllms_which_cannot_read_a_step(patched, monkeyp
 
 
 def test_without_the_receiver_nothing_is_sent(patched, monkeypatch):  # noqa: F811
-    from npu_gptoss.serving import compat
-    from npu_gptoss.serving.compat.patch import Mismatch
-
-    skipped = compat.PatchStatus(
-        next(p for p in compat.patches() if p.name == "stat-logger"), "skipped", "for this test"
-    )
-    monkeypatch.setattr(compat, "status", lambda: (skipped,))
-    with pytest.raises(Mismatch, match="the patch stat-logger is left out"), patched("step-statistics"):
+    monkeypatch.setenv("NPU_GPTOSS_SKIP_PATCHES", "stat-logger")
+    with pytest.raises(Mismatch, match="the patch stat-logger is left out"), patched("step-report"):
         pass

@@ -483,13 +483,7 @@ def test_a_rank_that_keeps_another_s_rows_would_be_seen(size: int, three_groups,
         test_ranks_that_keep_whole_groups_packed_count_each_column_once(size, three_groups)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "refusal"),
-    [
-        (8, nullcontext()),
-        (3, refused("--tensor-parallel-size")),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "refusal"), [(8, nullcontext()), (3, refused("--tensor-parallel-size"))])
 def test_ranks_that_do_not_divide_the_model_are_refused(ranks, refusal, config, monkeypatch):
     """Which do, tests/model/test_sharding.py asks."""
     monkeypatch.setattr(serving_model, "get_tensor_model_parallel_world_size", lambda: ranks)
@@ -510,7 +504,7 @@ def test_the_layers_are_one_graph_for_every_number_of_tokens(model, vllm_config,
         graphs.append(graph)
         return graph.forward
 
-    # on a CPU our configuration has turned dynamo off for the whole process (serving/compat/cpu.py)
+    # on a CPU our configuration has turned dynamo off for the whole process (serving/releases/cpu_0_11.py)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     compiled = torch.compile(model.model.forward, backend=collect, fullgraph=True)
     with torch.inference_mode(), set_forward_context(None, vllm_config):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
 from pathlib import Path
@@ -27,19 +26,9 @@ from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving import limits, platform, quantization, releases
 from npu_gptoss.serving.ascend import limits as ascend_limits
 from tests.checkpoints import new_checkpoint
+from tests.serving.conftest import run
 
 pytestmark = pytest.mark.serving
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter into which vLLM loads no plugin."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"VLLM_PLUGINS": ""} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 # The entry point

@@ -15,10 +15,7 @@ from npu_gptoss.serving.ascend import captured
 BLOCK_SIZE = 128
 CAPTURED = 77  # keys of each request
 # keys of each request in the later replays, for two batch sizes: over a tile of 512 keys, and back
-REPLAYED = (
-    ([1100, 200], [77, 1]),
-    ([4097, 1, 513, 1], [77, 77, 77, 77], [4097, 1, 513, 1], [77, 77, 77, 77]),
-)
+REPLAYED = (([1100, 200], [77, 1]), ([4097, 1, 513, 1], [77, 77, 77, 77], [4097, 1, 513, 1], [77, 77, 77, 77]))
 
 
 def full_graph_objection(

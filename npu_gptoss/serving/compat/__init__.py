@@ -16,49 +16,19 @@ import importlib
 import logging
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving.compat.patch import Mismatch, Patch, repairs_of, when_imported
+from npu_gptoss.serving.ascend.limits import installed, version_objection
+from npu_gptoss.serving.compat.patch import Mismatch, Patch, all_or_nothing, repairs_of, when_imported
 from npu_gptoss.serving.releases import installed_vllm, release_of
 
 __all__ = ["Patch", "PatchError", "PatchStatus", "apply", "patches", "patches_here", "require_essential", "status"]
 
 logger = logging.getLogger("vllm.npu_gptoss")  # so that vLLM's handlers and --log-config apply
-
-# If two repairs replace one name, the later repair calls the earlier.
-FILES = (
-    "start.checkpoint",
-    "start.small_files",
-    "start.inspection",
-    "start.window",
-    "start.cpu",
-    "start.experts_exchange",
-    "start.ascend",
-    "engine.failed_requests",
-    "server.ports",
-    "engine.grammars",
-    "engine.priority",
-    "engine.seeds",
-    "engine.allowed_tokens",
-    "engine.row_widths",
-    "step_time.metadata",
-    "step_time.scheduler",
-    "server.failed_requests",
-    "server.metrics",
-    "engine.reasoning_end",
-    "server.admission",
-    "server.structures",
-    "server.completions",
-    "server.log_secrets",
-    "server.vocabulary",
-    "server.prompts",
-    "server.handlers",
-    "server.shutdown",
-    "server.heartbeat",
-)
 
 
 class PatchError(InputError):
@@ -67,9 +37,10 @@ class PatchError(InputError):
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """Returns the repairs of all releases."""
-    files = (importlib.import_module(f"{__name__}.{name}") for name in FILES)
-    return tuple(patch for file in files for patch in repairs_of(file))
+    """Returns the repairs of all releases, by folder and file. If two replace one name, the later calls the earlier."""
+    root = Path(__file__).parent
+    names = (".".join(path.relative_to(root).with_suffix("").parts) for path in sorted(root.glob("*/[!_]*.py")))
+    return tuple(patch for name in names for patch in repairs_of(importlib.import_module(f"{__name__}.{name}")))
 
 
 def patches_here() -> tuple[Patch, ...]:
@@ -98,7 +69,10 @@ def _set(patch: Patch, state: Literal["applied", "waiting", "skipped"], detail: 
 def _install(patch: Patch, module: ModuleType) -> None:
     _set(patch, "applied")
     try:
-        patch.install(module)
+        with all_or_nothing():
+            if patch.module.startswith("vllm_ascend.") and (objection := version_objection(installed())):
+                raise Mismatch(str(objection))
+            patch.install(module)
     except Exception as error:  # the foreign code changed unexpectedly: never break its import
         detail = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
         _set(patch, "skipped", detail)

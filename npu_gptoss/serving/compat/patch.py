@@ -1,18 +1,20 @@
 """The record of a runtime repair of foreign code, and the tools that its installer uses.
 
-An installer is a function `install(module)`, marked `@repair(…)`, that receives the foreign module right after its
-import. It first checks that the code to change is the code it knows (`expect_parameters`, `expect_source`), raises
-`Mismatch` with a sentence if not, and only then changes anything (`around`, `replace`).
+An installer is a function `install(module)`, marked `@repair(…)` once for each group of releases with the same places,
+that receives the foreign module right after its import. It checks that the code to change is the code it knows
+(`expect_source`; `around` compares the parameters) and changes it (`around`, `replace`). `Mismatch` undoes all changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,7 @@ class Mismatch(Exception):
 
 
 Installer = Callable[[ModuleType], None]
+Original = Callable[..., Any]  # the replaced function, the first argument of each function for `around`
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,10 @@ class Patch:
 
 
 def repair(
-    name: str,
-    *touches: str,
-    until: str,
-    releases: tuple[str, ...] = ("0.11",),
-    upstream: str = "none found",
-    essential: bool = False,
+    name: str, *touches: str, until: str, releases: str = "0.11", upstream: str = "none found", essential: bool = False
 ) -> Callable[[Installer], Installer]:
-    """Enters an installer into the table. The first paragraph of its docstring is the reason that users read.
+    """Enters an installer into the table, above the entries below it. The first paragraph of its docstring is the
+    reason that users read.
 
     touches: "module module …:Class.name .name …", each in each of the modules; ".name" is of the class before.
     """
@@ -69,7 +68,8 @@ def repair(
 
     def note(install: Installer) -> Installer:
         reason = " ".join(inspect.getdoc(install).partition("\n\n")[0].split())
-        install.repair = Patch(name, reason, tuple(places), install, releases, upstream, until, essential)
+        entry = Patch(name, reason, tuple(places), install, tuple(releases.split()), upstream, until, essential)
+        install.repairs = [entry, *getattr(install, "repairs", ())]
         return install
 
     return note
@@ -78,7 +78,7 @@ def repair(
 def repairs_of(module: ModuleType) -> list[Patch]:
     """Returns a module's repairs, in the order of the file."""
     own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
-    return [value.repair for value in own if hasattr(value, "repair")]
+    return [entry for value in own for entry in getattr(value, "repairs", ())]
 
 
 def expect_parameters(function: Any, *names: str) -> None:
@@ -92,11 +92,31 @@ def expect_parameters(function: Any, *names: str) -> None:
         )
 
 
+def either(owner: Any, *names: str) -> str:
+    """Returns the first of these names that the owner has: releases name one thing differently."""
+    for name in names:
+        if hasattr(owner, name):
+            return name
+    raise Mismatch(f"{owner.__name__} has none of {', '.join(names)}")
+
+
 def stock(value: Any) -> Any:
     """Returns the foreign code's own object, below every repair."""
     while hasattr(value, "__npu_gptoss_replaces__"):
         value = value.__npu_gptoss_replaces__
     return value
+
+
+# vllm-ascend 0.23, which is imported first, replaces these functions of vLLM and keeps the original under another name
+_ASCEND_KEEPS = {
+    "grammar_init": "_vllm_ascend_original_grammar_init",
+    "_validate_structured_outputs": "_vllm_ascend_original_validate_structured_outputs",
+}
+
+
+def vllms_own(owner: type, name: str) -> Any:
+    """Returns vLLM's own function, below every repair of ours and of vllm-ascend."""
+    return stock(vars(owner).get(_ASCEND_KEEPS.get(name), vars(owner)[name]))
 
 
 def holder(found: type, name: str) -> type:
@@ -121,6 +141,24 @@ def expect_source(function: Any, *markers: str) -> None:
             )
 
 
+# of the installer that runs in this thread: owner, name and old value
+_changes: ContextVar[list[tuple[Any, str, Any]]] = ContextVar("changes")
+
+
+@contextlib.contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Undoes the changes of an installer that raises."""
+    token = _changes.set([])
+    try:
+        yield
+    except BaseException:
+        for owner, name, old in reversed(_changes.get()):
+            setattr(owner, name, old)
+        raise
+    finally:
+        _changes.reset(token)
+
+
 def replace(owner: Any, name: str, new: Any, copies: Sequence[str] = ()) -> Any:
     """Replaces `owner.name` by `new`, also in modules that copied the name with `from … import name`.
 
@@ -128,23 +166,29 @@ def replace(owner: Any, name: str, new: Any, copies: Sequence[str] = ()) -> Any:
     """
     old = vars(owner)[name]
     new.__npu_gptoss_replaces__ = old
-    setattr(owner, name, new)
-    for copy in copies:
-        module = sys.modules.get(copy)
-        if module is not None and vars(module).get(name) is old:
-            setattr(module, name, new)
+    copied = [sys.modules[copy] for copy in copies if copy in sys.modules]
+    for place in (owner, *(module for module in copied if vars(module).get(name) is old)):
+        _changes.get([]).append((place, name, old))
+        setattr(place, name, new)
     return old
+
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def around(owner: Any, name: str, copies: Sequence[str] = ()) -> Callable[[Callable[..., Any]], None]:
     """Replaces `owner.name` by a function that gets the original as its first argument, before those of the call.
 
-    The original of a class or static method is passed without its class. `copies` as in `replace`.
+    The original of a class or static method is passed without its class. `copies` as in `replace`. Raises Mismatch
+    unless the original takes the other arguments that the new function names.
     """
     found = vars(owner)[name]
     original = getattr(found, "__func__", found)
 
     def put(new: Callable[..., Any]) -> None:
+        _, *named = inspect.signature(new).parameters.values()
+        expect_parameters(original, *(each.name for each in named if each.kind not in _REST))
+
         @functools.wraps(original)
         def with_original(*args: Any, **kwargs: Any) -> Any:
             return new(original, *args, **kwargs)

@@ -1,52 +1,23 @@
-"""Modules of vLLM and vllm-ascend whose names several repairs replace."""
+"""Releases, and modules of vLLM and vllm-ascend whose names repairs replace."""
 
 from __future__ import annotations
 
-ARGUMENTS = "vllm.engine.arg_utils"
-SERVE = "vllm.entrypoints.cli.serve"
-HARMONY = "vllm.entrypoints.harmony_utils"
+BOTH = "0.11 0.23"  # releases
+NEWER = "0.23 0.33"
+
 APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # of 0.33
-LAUNCHER = "vllm.entrypoints.launcher"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of serve_http
-PROTOCOL = "vllm.entrypoints.openai.protocol"
-BASE_PROTOCOL = "vllm.entrypoints.generate.base.protocol"  # of 0.33
-ENGINE_PROTOCOL = "vllm.entrypoints.openai.engine.protocol"  # of 0.23
-COMPLETION_SERVING = "vllm.entrypoints.openai.completion.serving"
-CHAT_SERVING = "vllm.entrypoints.openai.chat_completion.serving"
-COMPLETION_PROTOCOL = "vllm.entrypoints.openai.completion.protocol"
-RESPONSES_SERVING = "vllm.entrypoints.openai.responses.serving"
-CHAT = "vllm.entrypoints.openai.serving_chat"
-ANTHROPIC_SERVING = "vllm.entrypoints.anthropic.serving"  # of 0.23 and 0.33
 ENGINE = "vllm.entrypoints.openai.serving_engine"
-RESPONSES = "vllm.entrypoints.openai.serving_responses"
-TOKENIZATION = "vllm.entrypoints.openai.serving_tokenization"
 TOKENIZATION_LATER = "vllm.entrypoints.serve.tokenize.serving"  # of 0.23 and 0.33
-REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 PARSERS = "vllm.parser.abstract_parser"  # of 0.33
 SAMPLING_PARAMS = "vllm.sampling_params"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
-KV_CACHE = "vllm.v1.core.kv_cache_manager"
-COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 ASYNC = "vllm.v1.engine.async_llm"
 CORE = "vllm.v1.engine.core"
-CLIENT = "vllm.v1.engine.core_client"
-OUTPUTS = "vllm.v1.engine.output_processor"
-PROCESSOR = "vllm.v1.engine.processor"
-INPUT_PROCESSOR = "vllm.v1.engine.input_processor"  # of 0.33
-EXECUTOR = "vllm.v1.executor.multiproc_executor"
 RENDERER_0_23 = "vllm.entrypoints.serve.render.serving"
-BATCH_SERVING = "vllm.entrypoints.openai.chat_completion.batch_serving"  # of 0.33
-SCORING = "vllm.entrypoints.generate.generative_scoring.serving"  # of 0.33
 RENDERER = "vllm.renderers.online_renderer"  # of 0.33; the two below are of 0.23 too
-HARMONY_UTILS = "vllm.entrypoints.openai.parser.harmony_utils"
-MANAGERS = "vllm.v1.utils"
 LOGGERS = "vllm.v1.metrics.loggers"
-SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
-GRAMMARS = "vllm.v1.structured_output"
-BATCH = "vllm.v1.worker.gpu_input_batch"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 RUNNER_0_33 = "vllm.v1.worker.gpu.model_runner"  # the V2 runner, as the next
-BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
-ASCEND_BATCH = "vllm_ascend.worker.npu_input_batch"

@@ -13,7 +13,7 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
 from npu_gptoss.model.transformer import KVCache
-from npu_gptoss.serving.releases.vllm_0_33 import (
+from npu_gptoss.serving.releases.vllm import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionLayerBase,

@@ -28,7 +28,7 @@ from npu_gptoss.serving.cuda.cache import LayerCache, SinkBackend, Slots
 from npu_gptoss.serving.cuda.ranks import TensorParallel
 from npu_gptoss.serving.cuda.warm_up import before_ready
 from npu_gptoss.serving.loading import readable
-from npu_gptoss.serving.releases.vllm_0_33 import (
+from npu_gptoss.serving.releases.vllm import (
     AttentionLayerBase,
     CUDAGraphMode,
     ForwardContext,

@@ -6,7 +6,7 @@ import torch
 
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard
-from npu_gptoss.serving.releases.vllm_0_33 import (
+from npu_gptoss.serving.releases.vllm import (
     VllmConfig,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,

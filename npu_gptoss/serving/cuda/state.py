@@ -12,13 +12,7 @@ import numpy as np
 import torch
 
 from npu_gptoss import dense
-from npu_gptoss.serving.releases.vllm_0_33 import (
-    CUDAGraphMode,
-    DefaultModelState,
-    Sampler,
-    SamplerOutput,
-    gumbel_sample,
-)
+from npu_gptoss.serving.releases.vllm import CUDAGraphMode, DefaultModelState, Sampler, SamplerOutput, gumbel_sample
 
 # From this many rows on our kernels pick greedy tokens: on an H100 vLLM's take 51 us at 32 rows and 75 at 128. With
 # fewer rows the host is the limit, and ours need two launches.

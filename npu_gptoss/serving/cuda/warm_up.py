@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from npu_gptoss.model.warm_up import Reach
-from npu_gptoss.serving.releases.vllm_0_33 import CUDAGraphMode, JitWarmupRegistry, VllmConfig, VllmJitKernel
+from npu_gptoss.serving.releases.vllm import CUDAGraphMode, JitWarmupRegistry, VllmConfig, VllmJitKernel
 
 logger = logging.getLogger("vllm.npu_gptoss")
 

@@ -16,6 +16,7 @@ from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.tokenizer_file import tokenizer_file
 from npu_gptoss.tokenizer import chat_template
 
 if TYPE_CHECKING:
@@ -29,21 +30,9 @@ PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's 
 
 def checkpoint_directory(model_config: ModelConfig) -> Path | None:
     """Returns the folder of the checkpoint's tokenizer.json: a local folder, the Hugging Face cache, or None."""
-    names = dict.fromkeys((model_config.tokenizer, model_config.model))
-    for name in filter(None, names):
-        if (Path(name) / "tokenizer.json").is_file():
-            return Path(name)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for name in filter(None, names):
-        try:
-            found = try_to_load_from_cache(name, "tokenizer.json", revision=model_config.revision)
-        except HFValidationError:
-            continue
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
+    of_tokenizer = tokenizer_file(model_config.tokenizer, model_config.tokenizer_revision)
+    found = of_tokenizer or tokenizer_file(model_config.model, model_config.revision)
+    return found and found.parent
 
 
 def report_template(model_config: ModelConfig, option: str | None) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal
 
 from npu_gptoss import cann
+
+Package = Literal["vllm", "ascend"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Release:
     triton_ascend: Window | None = None
     reckons_streams: bool = False
 
-    def module(self, package: Literal["vllm", "ascend"]) -> ModuleType:
+    def module(self, package: Package) -> ModuleType:
         return importlib.import_module(f"{__name__}.{package}_{self.name.replace('.', '_')}")
 
 
@@ -161,12 +163,17 @@ def release_of_cann(series: tuple[int, int] | None) -> Release | None:
     return next((row for row in ASCEND_RELEASES if cann.series(row.cann.recommended) == series), None)
 
 
-def resolve(modules: Mapping[str, tuple[str, ...]], name: str) -> Any:
-    """Imports `name` from the module that `modules` lists it under."""
-    for module, names in modules.items():
-        if name in names:
+def name_here(package: Package, name: str) -> Any:
+    """Returns a name of this release's module, or imports it from where the module's MODULES lists it."""
+    if name.startswith("__"):  # the import system looks for these
+        raise AttributeError(name)
+    own = here().module(package)
+    if name in vars(own):
+        return vars(own)[name]
+    for module, names in own.MODULES.items():
+        if name in names.split():
             return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"this release has no {name!r}; it has {', '.join(sum(modules.values(), ()))}")
+    raise AttributeError(f"{own.__name__} has no {name!r}; it has {' '.join(own.MODULES.values())}")
 
 
 # Wrong results of gpt-oss on vllm-ascend alone that raise no error: (first, last) minor release, and the mistake. Read

@@ -5,28 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.releases import resolve
-
 if TYPE_CHECKING:
     import torch
 
 # Names that serving imports from vllm-ascend, by module. 0.23.0 has these in the same place.
-STAYED: dict[str, tuple[str, ...]] = {
+STAYED: dict[str, str] = {
     "vllm_ascend.attention.attention_v1": (
-        "AscendAttentionBackend",
-        "AscendAttentionBackendImpl",
-        "AscendAttentionMetadataBuilder",
-        "AscendAttentionState",
+        "AscendAttentionBackend AscendAttentionBackendImpl AscendAttentionMetadataBuilder AscendAttentionState"
     ),
-    "vllm_ascend.attention.utils": ("AscendCommonAttentionMetadata",),
-    "vllm_ascend.compilation.acl_graph": ("get_graph_params",),
-    "vllm_ascend.utils": ("weak_ref_tensors",),
+    "vllm_ascend.attention.utils": "AscendCommonAttentionMetadata",
+    "vllm_ascend.compilation.acl_graph": "get_graph_params",
+    "vllm_ascend.utils": "weak_ref_tensors",
 }
-MODULES = STAYED | {"vllm_ascend.ops.moe.token_dispatcher": ("TokenDispatcherWithAllGather",)}
-
-
-def __getattr__(name: str) -> Any:
-    return resolve(MODULES, name)
+MODULES = STAYED | {"vllm_ascend.ops.moe.token_dispatcher": "TokenDispatcherWithAllGather"}
 
 
 # Arguments that vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value for "not used".
@@ -111,11 +102,7 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, int, Callable[[torch.Tensor], torch.Tensor]]:
     """Returns the rows by expert, the groups and their kind, and a function that sends the rows back."""
     given = method.token_dispatcher.token_dispatch(
-        hidden_states=x,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        expert_map=expert_map,
-        mc2_mask=method.mc2_mask,
+        hidden_states=x, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, mc2_mask=method.mc2_mask
     )
 
     def combine(rows: torch.Tensor) -> torch.Tensor:

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.releases import resolve
 from npu_gptoss.serving.releases.ascend_0_11 import STAYED
 
 if TYPE_CHECKING:
     import torch
 
 # Names that serving imports from vllm-ascend, by module.
-MODULES = STAYED | {"vllm_ascend.ops.fused_moe.token_dispatcher": ("TokenDispatcherWithAllGather",)}
-
-
-def __getattr__(name: str) -> Any:
-    return resolve(MODULES, name)
+MODULES = STAYED | {"vllm_ascend.ops.fused_moe.token_dispatcher": "TokenDispatcherWithAllGather"}
 
 
 # Arguments that vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value for "not used".

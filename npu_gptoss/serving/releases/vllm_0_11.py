@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.releases import resolve
-from npu_gptoss.serving.steps import Step, take
+from npu_gptoss.serving.releases.steps_0_11 import take
+from npu_gptoss.serving.steps import Step
 
 if TYPE_CHECKING:
     import torch
@@ -16,60 +16,45 @@ _LAYERS = "vllm.model_executor.layers"
 _MODELS = "vllm.model_executor.models"
 
 # Names that serving imports from vLLM, by module. vLLM 0.23.0 has these in the same place.
-STAYED: dict[str, tuple[str, ...]] = {
-    "vllm": ("ModelRegistry",),
-    "vllm.compilation.decorators": ("support_torch_compile",),
-    "vllm.config": ("CUDAGraphMode", "CacheConfig", "VllmConfig"),
+STAYED: dict[str, str] = {
+    "vllm": "ModelRegistry",
+    "vllm.compilation.decorators": "support_torch_compile",
+    "vllm.config": "CUDAGraphMode CacheConfig VllmConfig",
     "vllm.distributed": (
-        "get_dp_group",
-        "get_pp_group",
-        "get_tensor_model_parallel_rank",
-        "get_tensor_model_parallel_world_size",
-        "tensor_model_parallel_all_gather",
+        "get_dp_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "tensor_model_parallel_all_gather"
     ),
-    "vllm.distributed.utils": ("get_pp_indices",),
-    "vllm.forward_context": ("ForwardContext", "get_forward_context"),
-    f"{_LAYERS}.fused_moe": ("FusedMoE",),
-    f"{_LAYERS}.fused_moe.config": ("FUSED_MOE_UNQUANTIZED_CONFIG", "FusedMoEQuantConfig"),
-    f"{_LAYERS}.layernorm": ("RMSNorm",),
-    f"{_LAYERS}.linear": ("QKVParallelLinear", "RowParallelLinear"),
-    f"{_LAYERS}.logits_processor": ("LogitsProcessor",),
-    f"{_LAYERS}.quantization": ("QUANTIZATION_METHODS", "register_quantization_config"),
-    f"{_LAYERS}.quantization.base_config": ("QuantizationConfig",),
-    f"{_LAYERS}.rotary_embedding.base": ("RotaryEmbedding",),
-    f"{_LAYERS}.vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
-    f"{_MODELS}.config": ("MODELS_CONFIG_MAP",),
-    f"{_MODELS}.interfaces": ("SupportsPP",),
+    "vllm.distributed.utils": "get_pp_indices",
+    "vllm.forward_context": "ForwardContext get_forward_context",
+    f"{_LAYERS}.fused_moe": "FusedMoE",
+    f"{_LAYERS}.fused_moe.config": "FUSED_MOE_UNQUANTIZED_CONFIG FusedMoEQuantConfig",
+    f"{_LAYERS}.layernorm": "RMSNorm",
+    f"{_LAYERS}.linear": "QKVParallelLinear RowParallelLinear",
+    f"{_LAYERS}.logits_processor": "LogitsProcessor",
+    f"{_LAYERS}.quantization": "QUANTIZATION_METHODS register_quantization_config",
+    f"{_LAYERS}.quantization.base_config": "QuantizationConfig",
+    f"{_LAYERS}.rotary_embedding.base": "RotaryEmbedding",
+    f"{_LAYERS}.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
+    f"{_MODELS}.config": "MODELS_CONFIG_MAP",
+    f"{_MODELS}.interfaces": "SupportsPP",
     f"{_MODELS}.utils": (
-        "PPMissingLayer",
-        "extract_layer_index",
-        "make_empty_intermediate_tensors_factory",
-        "make_layers",
-        "maybe_prefix",
-        "sequence_parallel_chunk",
+        "PPMissingLayer extract_layer_index make_empty_intermediate_tensors_factory make_layers "
+        "maybe_prefix sequence_parallel_chunk"
     ),
-    "vllm.platforms": ("current_platform",),
-    "vllm.plugins": ("load_general_plugins",),
-    "vllm.sequence": ("IntermediateTensors",),
-    "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec"),
-    "vllm.v1.metrics.loggers": ("StatLoggerBase",),
+    "vllm.platforms": "current_platform",
+    "vllm.plugins": "load_general_plugins",
+    "vllm.sequence": "IntermediateTensors",
+    "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec",
+    "vllm.v1.metrics.loggers": "StatLoggerBase",
 }
 MODULES = STAYED | {
-    "vllm.attention": ("Attention",),
-    "vllm.attention.backends.abstract": ("AttentionBackend", "AttentionImpl", "AttentionLayer", "AttentionType"),
-    "vllm.entrypoints.openai.api_server": ("AuthenticationMiddleware",),
-    f"{_LAYERS}.fused_moe.layer": ("FusedMoEMethodBase",),
-    "vllm.utils": ("kill_process_tree",),
-    "vllm.v1.attention.backends.utils": ("AttentionMetadataBuilder", "CommonAttentionMetadata"),
+    "vllm.attention": "Attention",
+    "vllm.attention.backends.abstract": "AttentionBackend AttentionImpl AttentionLayer AttentionType",
+    "vllm.entrypoints.openai.api_server": "AuthenticationMiddleware",
+    f"{_LAYERS}.fused_moe.layer": "FusedMoEMethodBase",
+    "vllm.utils": "kill_process_tree",
+    "vllm.v1.attention.backends.utils": "AttentionMetadataBuilder CommonAttentionMetadata",
 }
-
-
-def __getattr__(name: str) -> Any:
-    return resolve(MODULES, name)
-
-
-# Loggers that write a traceback for each failed stream.
-TALKATIVE = ("vllm.entrypoints.openai.serving_completion",)
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
 MXFP4_NAMES = ("mxfp4",)  # in vLLM's copy of config.json
@@ -81,6 +66,21 @@ DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
 def as_written(config: dict[str, Any]) -> dict[str, Any]:
     """Returns vLLM's copy of config.json; this release does not change it."""
     return config
+
+
+def registered_model(module: str, name: str) -> Any:
+    """Returns the entry of vLLM's registry for this class, inspected in the starting process.
+
+    vLLM inspects in another process, which takes 10 s, because a model's import may start CUDA before the engine is
+    forked; the import of ours starts no device. 0.23 keeps what it found in a file.
+    """
+    from vllm.model_executor.models import registry
+
+    class Registered(registry._LazyRegisteredModel):
+        def inspect_model_cls(self) -> Any:
+            return registry._ModelInfo.from_model_cls(self.load_model_cls())
+
+    return Registered(module, name)
 
 
 def register_formats() -> None:
@@ -135,26 +135,19 @@ def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(starts), tuple(common.seq_lens_cpu[: common.num_reqs].tolist())
 
 
+def yarn(config: GptOssConfig) -> dict[str, Any]:
+    return {"rope_type": "yarn"} | {
+        name: getattr(config.rope_scaling, name)
+        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    }
+
+
 def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
     """Returns vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    yarn = config.rope_scaling
-    return get_rope(
-        config.head_dim,
-        rotary_dim=config.head_dim,
-        max_position=config.max_position_embeddings,
-        base=config.rope_theta,
-        is_neox_style=True,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-        },
-        dtype=dtype,
-    )
+    positions, size = config.max_position_embeddings, config.head_dim
+    return get_rope(size, size, positions, config.rope_theta, True, rope_scaling=yarn(config), dtype=dtype)
 
 
 def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
@@ -166,9 +159,14 @@ def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
     cut = FusedMoEParallelConfig.make(
         get_tensor_model_parallel_world_size(), get_dp_group().world_size, config.parallel_config
     )
-    count, expert_map = determine_expert_map(cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts)
+    found = determine_expert_map(cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts)
+    return cut.tp_size, own_experts(*found)
+
+
+def own_experts(count: int, expert_map: torch.Tensor | None, *_: Any) -> tuple[int, int]:
+    """expert_map: local ids by global id, -1 elsewhere. Returns [first, end)."""
     first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
-    return cut.tp_size, (first, first + count)
+    return first, first + count
 
 
 def request_classes() -> tuple[type, ...]:
@@ -191,16 +189,18 @@ def abort_requests(processor: Any, request_ids: list[str]) -> list[str]:
 
 def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
     """Returns a request's last output for its client: the client's id, the outputs, and True if they are all."""
-    parent = state.parent_req
-    return (
-        (state.request_id, [completion], True) if parent is None else parent.get_outputs(state.request_id, completion)
-    )
+    if state.parent_req is None:
+        return state.request_id, [completion], True
+    return state.parent_req.get_outputs(state.request_id, completion)
 
 
 def load_tokenizer(model_config: Any) -> Any:
     from vllm.transformers_utils.tokenizer import init_tokenizer_from_configs
 
     return init_tokenizer_from_configs(model_config=model_config)
+
+
+VALIDATION_ARGUMENTS = ("self", "params")
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:

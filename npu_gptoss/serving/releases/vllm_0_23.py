@@ -9,8 +9,6 @@ from bisect import bisect_left
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.releases import resolve
-
 # equal in both releases
 from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
     DRAFTERS,
@@ -18,7 +16,9 @@ from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
     QUANTIZATIONS,
     STAYED,
     STAYED_OPTIONS,
+    own_experts,
     register_formats,
+    yarn,
 )
 from npu_gptoss.serving.releases.vllm_0_33 import (  # noqa: F401
     as_written,
@@ -26,6 +26,7 @@ from npu_gptoss.serving.releases.vllm_0_33 import (  # noqa: F401
     counts_steps,
     load_tokenizer,
     profiler_options,
+    registered_model,
     request_classes,
     step_of,
     structure_key,
@@ -38,48 +39,27 @@ if TYPE_CHECKING:
 
 # Names that serving imports from vLLM, by module.
 MODULES = STAYED | {
-    "vllm.entrypoints.serve.utils.server_utils": ("AuthenticationMiddleware",),
-    "vllm.model_executor.layers.attention": ("Attention",),
-    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
-    "vllm.utils.system_utils": ("kill_process_tree",),
+    "vllm.entrypoints.serve.utils.server_utils": "AuthenticationMiddleware",
+    "vllm.model_executor.layers.attention": "Attention",
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": "FusedMoEMethodBase",
+    "vllm.utils.system_utils": "kill_process_tree",
     "vllm.v1.attention.backend": (
-        "AttentionBackend",
-        "AttentionImpl",
-        "AttentionLayer",
-        "AttentionMetadataBuilder",
-        "AttentionType",
-        "CommonAttentionMetadata",
+        "AttentionBackend AttentionImpl AttentionLayer AttentionMetadataBuilder AttentionType CommonAttentionMetadata"
     ),
 }
 
 
-def __getattr__(name: str) -> Any:
-    return resolve(MODULES, name)
-
-
-# Loggers that write a traceback for each failed stream.
-TALKATIVE = ("vllm.entrypoints.openai.completion.serving",)
-
 MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in vLLM's copy of config.json
 
 
-def vllms_own(owner: Any, name: str) -> Any:
-    """Returns vLLM's own function if vllm-ascend, which is imported first, has replaced it."""
-    from npu_gptoss.serving.compat.patch import stock
-
-    return stock(vars(owner).get(_ASCEND_KEEPS[name], vars(owner)[name]))
-
-
-_ASCEND_KEEPS = {
-    "grammar_init": "_vllm_ascend_original_grammar_init",
-    "_validate_structured_outputs": "_vllm_ascend_original_validate_structured_outputs",
-    "chat_completion_stream_generator": "_ascend_glm_original_chat_completion_stream_generator",
-}
+VALIDATION_ARGUMENTS = ("self", "structured_outputs_config", "tokenizer")
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
     """Runs vLLM's validation of SamplingParams with a structure, which chooses the backend. Raises vLLM's errors."""
     from vllm.sampling_params import SamplingParams
+
+    from npu_gptoss.serving.compat.patch import vllms_own
 
     validate = vllms_own(SamplingParams, "_validate_structured_outputs")
     validate(params, vllm_config.structured_outputs_config, tokenizer)
@@ -150,19 +130,11 @@ def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
     """Returns vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    yarn = config.rope_scaling
     return get_rope(
         config.head_dim,
-        max_position=config.max_position_embeddings,
+        config.max_position_embeddings,
         is_neox_style=True,
-        rope_parameters={
-            "rope_theta": config.rope_theta,
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-        },
+        rope_parameters={"rope_theta": config.rope_theta} | yarn(config),
         dtype=dtype,
     )
 
@@ -182,8 +154,5 @@ def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
         sp_size_=ranks if parallel.use_sequence_parallel_moe else 1,
         vllm_parallel_config=parallel,
     )
-    count, expert_map, _ = determine_expert_map(
-        cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts
-    )
-    first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
-    return cut.tp_size, (first, first + count)
+    found = determine_expert_map(cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts)
+    return cut.tp_size, own_experts(*found)

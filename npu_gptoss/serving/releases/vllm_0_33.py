@@ -10,49 +10,38 @@ import dataclasses
 from http import HTTPStatus
 from typing import Any
 
-from npu_gptoss.serving.releases import resolve
 from npu_gptoss.serving.steps import EAGER, MODES, Step, without_kernels
 
 # Names that serving imports from vLLM, by module.
-MODULES: dict[str, tuple[str, ...]] = {
-    "vllm": ("ModelRegistry",),
-    "vllm.compilation.breakable_cudagraph": ("eager_break_during_capture",),
-    "vllm.config": ("CUDAGraphMode", "VllmConfig"),
+MODULES: dict[str, str] = {
+    "vllm": "ModelRegistry",
+    "vllm.compilation.breakable_cudagraph": "eager_break_during_capture",
+    "vllm.config": "CUDAGraphMode VllmConfig",
     "vllm.distributed": (
-        "get_tensor_model_parallel_rank",
-        "get_tensor_model_parallel_world_size",
-        "tensor_model_parallel_all_gather",
-        "tensor_model_parallel_all_reduce",
+        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
     ),
-    "vllm.entrypoints.serve.middleware.authenticate": ("AuthenticationMiddleware",),
-    "vllm.forward_context": ("ForwardContext", "get_forward_context"),
-    "vllm.model_executor.layers.attention.kv_transfer_utils": ("maybe_transfer_kv_layer",),
-    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
-    "vllm.model_executor.layers.vocab_parallel_embedding": ("ParallelLMHead",),
-    "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP",),
-    "vllm.model_executor.models.interfaces": ("SupportsEagle3",),
-    "vllm.model_executor.warmup.jit_warmup": ("JitWarmupRegistry", "VllmJitKernel"),
-    "vllm.platforms": ("current_platform",),
-    "vllm.plugins": ("load_general_plugins",),
+    "vllm.entrypoints.serve.middleware.authenticate": "AuthenticationMiddleware",
+    "vllm.forward_context": "ForwardContext get_forward_context",
+    "vllm.model_executor.layers.attention.kv_transfer_utils": "maybe_transfer_kv_layer",
+    "vllm.model_executor.layers.attention_layer_base": "AttentionLayerBase",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead",
+    "vllm.model_executor.models.config": "MODELS_CONFIG_MAP",
+    "vllm.model_executor.models.interfaces": "SupportsEagle3",
+    "vllm.model_executor.warmup.jit_warmup": "JitWarmupRegistry VllmJitKernel",
+    "vllm.platforms": "current_platform",
+    "vllm.plugins": "load_general_plugins",
     "vllm.v1.attention.backend": (
-        "AttentionBackend",
-        "AttentionCGSupport",
-        "AttentionMetadataBuilder",
-        "CommonAttentionMetadata",
-        "MultipleOf",
+        "AttentionBackend AttentionCGSupport AttentionMetadataBuilder CommonAttentionMetadata MultipleOf"
     ),
-    "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec", "KVCacheLayout", "SlidingWindowSpec"),
-    "vllm.v1.metrics.loggers": ("StatLoggerBase",),
-    "vllm.v1.worker.block_table": ("get_block_table_width",),
-    "vllm.v1.worker.gpu.model_states.default": ("DefaultModelState",),
-    "vllm.v1.worker.gpu.sample.gumbel": ("gumbel_sample",),
-    "vllm.v1.worker.gpu.sample.output": ("SamplerOutput",),
-    "vllm.v1.worker.gpu.sample.sampler": ("Sampler",),
+    "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec KVCacheLayout SlidingWindowSpec",
+    "vllm.v1.metrics.loggers": "StatLoggerBase",
+    "vllm.v1.worker.block_table": "get_block_table_width",
+    "vllm.v1.worker.gpu.model_states.default": "DefaultModelState",
+    "vllm.v1.worker.gpu.sample.gumbel": "gumbel_sample",
+    "vllm.v1.worker.gpu.sample.output": "SamplerOutput",
+    "vllm.v1.worker.gpu.sample.sampler": "Sampler",
 }
-
-
-def __getattr__(name: str) -> Any:
-    return resolve(MODULES, name)
 
 
 # Values that `--quantization` may have after vLLM has read the checkpoint. MXFP4 stays packed; fp8 converts BF16.
@@ -68,6 +57,13 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(form, dict) or form.get("quant_method") not in _OFFICIAL:
         return config
     return config | {"quantization_config": form | {"quant_method": _OFFICIAL[form["quant_method"]]}}
+
+
+def registered_model(module: str, name: str) -> Any:
+    """Returns the entry of vLLM's registry for this class."""
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+    return _LazyRegisteredModel(module, name)
 
 
 def register_formats() -> None:
@@ -96,6 +92,9 @@ def load_tokenizer(model_config: Any) -> Any:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(model_config=model_config)
+
+
+VALIDATION_ARGUMENTS = ("self", "model_config", "structured_outputs_config", "tokenizer")
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:

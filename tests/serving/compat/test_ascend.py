@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from npu_gptoss.serving import compat
 from npu_gptoss.serving.ascend import captured, full_graph
-from npu_gptoss.serving.compat.patch import Mismatch
 from npu_gptoss.serving.compat.server import metrics
 from npu_gptoss.serving.compat.start import ascend
+from npu_gptoss.serving.compat.targets import ASCEND_RUNNER
 from npu_gptoss.serving.releases import ascend_0_23
 
 pytestmark = pytest.mark.serving
@@ -24,8 +25,9 @@ class ACLGraphWrapper:
     def __init__(self, model: object) -> None: ...
 
 
-def stand_in() -> SimpleNamespace:
-    """vllm-ascend's module with the code that the installers look for; records the calls."""
+def stand_in(update: str = "update_attn_params") -> SimpleNamespace:
+    """vllm-ascend's module with the code that the installers look for; records the calls. update: names the function
+    of 0.11 or of 0.23 that updates lengths."""
     called: list[Any] = []
 
     def update_attn_params(update_stream: Any, forward_context: Any, runtime_shape: int, kv: Any = None) -> None:
@@ -64,35 +66,22 @@ def stand_in() -> SimpleNamespace:
             batch_descriptor = scheduler_output
             self.aclgraph_dispatcher.dispatch(batch_descriptor)
 
+    updates = {each.__name__: each for each in (update_attn_params, update_full_graph_params)}
     return SimpleNamespace(
-        NPUModelRunner=NPUModelRunner,
-        update_attn_params=update_attn_params,
-        update_full_graph_params=update_full_graph_params,
-        called=called,
+        NPUModelRunner=NPUModelRunner, called=called, __name__=ASCEND_RUNNER, **{update: updates[update]}
     )
 
 
-@pytest.fixture
-def release(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def installed(version: str) -> None:
-        monkeypatch.setattr(ascend, "installed", lambda: version)
-
-    installed("0.11.0")
-    return installed
-
-
-FULL_GRAPH = [ascend.install_full_graph, ascend.install_full_graph_0_23]
-INSTALLERS = [ascend.install_host_mask, *FULL_GRAPH, metrics.install_ascend_report]
-
-
-@pytest.mark.parametrize("install", INSTALLERS, ids=lambda function: function.__name__)
-def test_unsupported_vllm_ascend_gets_no_repair(install: Any, release: Any) -> None:
-    install(stand_in())
-    release("0.12.0rc1")
+def test_unsupported_vllm_ascend_gets_no_repair(monkeypatch) -> None:
     module = stand_in()
     before = dict(vars(module.NPUModelRunner)), dict(vars(module))
-    with pytest.raises(Mismatch, match=r"vllm-ascend 0\.12\.0rc1: gpt-oss is served on"):
-        install(module)
+    mask = next(patch for patch in compat.patches() if patch.name == "ascend-host-mask")
+    with monkeypatch.context() as context:
+        context.setattr(compat, "_status", {})
+        context.setattr(compat, "installed", lambda: "0.12.0rc1")
+        compat._install(mask, module)
+        assert compat._status[mask].state == "skipped"
+        assert "vllm-ascend 0.12.0rc1: gpt-oss is served on" in compat._status[mask].detail
     assert (dict(vars(module.NPUModelRunner)), dict(vars(module))) == before
 
 
@@ -102,7 +91,7 @@ def runner_of(module: SimpleNamespace, model_type: str) -> Any:
     return runner
 
 
-def test_other_models_keep_their_mask(release: Any) -> None:
+def test_other_models_keep_their_mask() -> None:
     module = stand_in()
     ascend.install_host_mask(module)
     asked = {"seq_lens": [3], "position": [0, 1, 2], "attn_state": "prefill"}
@@ -110,9 +99,9 @@ def test_other_models_keep_their_mask(release: Any) -> None:
     assert runner_of(module, "gpt_oss")._make_attention_mask(**asked) is None
 
 
-def test_steps_of_other_models_are_not_observed(release: Any) -> None:
+def test_steps_of_other_models_are_not_observed() -> None:
     module, answer = stand_in(), (SimpleNamespace(name="NONE"), None)
-    metrics.install_ascend_report(module)
+    metrics.install_report(module)
     for model_type, observed in (("qwen3", False), ("gpt_oss", True)):
         runner, dispatched = runner_of(module, model_type), []
         runner.aclgraph_dispatcher = SimpleNamespace(dispatch=lambda step, seen=dispatched: seen.append(step) or answer)
@@ -123,17 +112,17 @@ def test_steps_of_other_models_are_not_observed(release: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("install", "update", "given"),
+    ("update", "given"),
     [
-        (FULL_GRAPH[0], "update_attn_params", ("stream", "context", 8, "transfer")),
-        (FULL_GRAPH[1], "update_full_graph_params", ("backend", "stream", "context", 8, "config")),
+        ("update_attn_params", ("stream", "context", 8, "transfer")),
+        ("update_full_graph_params", ("backend", "stream", "context", 8, "config")),
     ],
 )
 @pytest.mark.parametrize("ours", [True, False])
-def test_other_models_keep_their_updates(ours, install, update, given, release, monkeypatch):
+def test_other_models_keep_their_updates(ours, update, given, monkeypatch):
     """Graphs hold our calls for gpt-oss only; vllm-ascend updates the lengths of other models."""
-    module, seen = stand_in(), []
-    install(module)
+    module, seen = stand_in(update), []
+    ascend.install_full_graph(module)
     monkeypatch.setattr(captured, "update_step", lambda *given: seen.append(given) or ours)
     getattr(module, update)(*given)
     assert seen == [("stream", "context", 8)]
@@ -153,10 +142,10 @@ def test_steps_that_do_not_fit_a_call_leave_full_graphs_on_0_23(real, fits):
     assert asked == ([(300, 7)] if real else [])
 
 
-@pytest.mark.parametrize("install", FULL_GRAPH)
-def test_full_graphs_are_tried_before_the_runner_is_constructed(install, release, monkeypatch):
-    module = stand_in()
-    install(module)
+@pytest.mark.parametrize("update", ascend.UPDATES)
+def test_full_graphs_are_tried_before_the_runner_is_constructed(update, monkeypatch):
+    module = stand_in(update)
+    ascend.install_full_graph(module)
     monkeypatch.setattr(full_graph, "prepare", lambda *given: module.called.append(("prepare", *given)))
     monkeypatch.setattr(full_graph, "guard", lambda runner: module.called.append(("guard", runner)))
     runner = module.NPUModelRunner("config", "npu:0")

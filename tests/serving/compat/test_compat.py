@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.machinery
 import json
-import os
 import re
-import subprocess
 import sys
-import textwrap
 import types
-from pathlib import Path
 
 import pytest
 
@@ -20,19 +17,9 @@ from npu_gptoss.serving import compat, releases
 from npu_gptoss.serving.compat import patch as machinery
 from tests.serving.compat.conftest import HERE, owner_of
 from tests.serving.compat.of_release import OLD
+from tests.serving.conftest import run
 
 pytestmark = pytest.mark.serving
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a new interpreter without the plugin."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def test_apply_imports_neither_vllm_nor_torch():
@@ -71,18 +58,12 @@ def test_repairs_are_installed_with_their_modules_and_only_once():
     assert "leaves out" not in result.stdout + result.stderr
 
 
-def test_every_target_of_the_table_is_replaced(patched):
-    with patched(*(patch.name for patch in HERE)):
-        for patch in HERE:
+def test_each_repair_installs_without_the_others(patched):
+    for patch in HERE:
+        with patched(patch.name):  # an installer that relies on another repair raises Mismatch here
             for target in patch.touches:
                 owner, name = owner_of(target)
                 assert hasattr(vars(owner)[name], "__npu_gptoss_replaces__"), target
-
-
-def test_each_repair_installs_without_the_others(patched):
-    for patch in HERE:
-        with patched(patch.name):
-            pass  # an installer that relies on another repair raises Mismatch here
 
 
 @pytest.mark.skipif(not OLD, reason="its modules are of vLLM 0.11")
@@ -116,7 +97,7 @@ def test_one_changed_or_skipped_target_does_not_stop_the_others():
     assert result.returncode == 0, result.stderr
     assert "gpt-oss is not served without the patch model-wide-window (" in result.stdout
     skipped = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("skipped:")]
-    assert skipped == ["model-wide-window", "reasoning-end"]
+    assert skipped == ["reasoning-end", "model-wide-window"]
     assert "skipped: reasoning-end NPU_GPTOSS_SKIP_PATCHES names it" in result.stdout
     assert (result.stdout + result.stderr).count("npu-gptoss leaves out its patch model-wide-window") == 1
 
@@ -148,6 +129,27 @@ def test_mismatch_names_the_difference():
     with pytest.raises(machinery.Mismatch, match="no longer contains 'return second'"):
         machinery.expect_source(function, "return second")
     machinery.expect_source(function, "return  first")
+    owner = types.SimpleNamespace(function=function)
+    with pytest.raises(machinery.Mismatch, match=r"expected to take later, it takes \(first, second\)"):
+        machinery.around(owner, "function")(lambda original, first, later, *rest: original(first, later))
+    assert owner.function is function
+
+
+def test_repair_that_fits_in_part_leaves_half_of_its_changes(monkeypatch):
+    """The first function is replaced when the second does not fit."""
+    owner = types.SimpleNamespace(fits=lambda first: first, differs=lambda second: second, __name__="a_module")
+    before = dict(vars(owner))
+
+    def install(module):
+        machinery.around(module, "fits")(lambda original, first: original(first) + 1)
+        assert module.fits(1) == 2
+        machinery.around(module, "differs")(lambda original, first: original(first))
+
+    patch = dataclasses.replace(compat.patches()[0], install=install)
+    monkeypatch.setattr(compat, "_status", {})
+    compat._install(patch, owner)
+    assert compat._status[patch].state == "skipped"
+    assert vars(owner) == before
 
 
 def test_import_hook_calls_once_and_keeps_the_loader(tmp_path, monkeypatch):
@@ -228,9 +230,3 @@ def test_repair_outlives_its_until():
 
 def version(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
-
-
-def test_file_with_a_repair_is_not_in_the_table():
-    root = Path(compat.__file__).parent
-    files = {path for path in root.rglob("*.py") if "\n@repair(" in path.read_text()}
-    assert {".".join(path.relative_to(root).with_suffix("").parts) for path in files} == set(compat.FILES)

@@ -1,4 +1,4 @@
-"""CPU without vLLM's compiled operators: no call, no thread pinning and no compilation with a newer torch."""
+"""gpt-oss on a CPU: missing operators are not called, nothing is compiled with a newer torch, windows stay layers'."""
 
 from __future__ import annotations
 
@@ -10,90 +10,67 @@ import types
 
 import pytest
 import torch
-from vllm.config import CacheConfig, CompilationConfig, CompilationLevel
-from vllm.platforms.cpu import CpuPlatform
+from vllm.config import CompilationConfig, CompilationLevel, ModelConfig
+from vllm.engine import arg_utils
 
-from npu_gptoss.serving.compat.start import cpu
+from npu_gptoss.serving.releases import cpu_0_11 as cpu
+from tests.checkpoints import write_random_checkpoint
 
 pytestmark = pytest.mark.serving
 
 
-def updated_config(model_type: str = "gpt_oss", ranks: int = 1, replicas: int = 1) -> types.SimpleNamespace:
-    """A configuration with the default compilation, after CpuPlatform's update."""
+def chosen(ranks: int = 1, replicas: int = 1) -> types.SimpleNamespace:
+    """A configuration with the default compilation, after our choice."""
     config = types.SimpleNamespace(
-        model_config=types.SimpleNamespace(
-            hf_config=types.SimpleNamespace(model_type=model_type),
-            dtype=torch.bfloat16,
-            use_mla=False,
-            enforce_eager=False,
-        ),
-        cache_config=CacheConfig(),
-        scheduler_config=types.SimpleNamespace(chunked_prefill_enabled=True),
-        parallel_config=types.SimpleNamespace(
-            world_size=ranks,
-            data_parallel_size=replicas,
-            tensor_parallel_size=ranks,
-            distributed_executor_backend="mp",
-            worker_cls="auto",
-            enable_dbo=False,
-        ),
-        compilation_config=CompilationConfig(level=CompilationLevel.PIECEWISE),
-        lora_config=None,
-        device_config=types.SimpleNamespace(device_type="cpu"),
+        model_config=types.SimpleNamespace(enforce_eager=False),
+        parallel_config=types.SimpleNamespace(world_size=ranks, data_parallel_size=replicas),
+        compilation_config=CompilationConfig(),
     )
-    CpuPlatform.check_and_update_config(config)
+    cpu.choose_operators(config)
     return config
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in (
-        "VLLM_WORKER_MULTIPROC_METHOD",
-        "NUMEXPR_MAX_THREADS",
-        "OMP_NUM_THREADS",
-        "TORCHINDUCTOR_COMPILE_THREADS",
-        "LOCAL_WORLD_SIZE",
-    ):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))  # vLLM changes them: restored afterwards
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(name, "0")  # restored afterwards
+        monkeypatch.delenv(name)
 
 
-def test_torch_bodies_replace_missing_compiled_operators(patched, monkeypatch):
-    monkeypatch.setattr(cpu, "has_compiled_ops", lambda: False)
-    monkeypatch.setattr(cpu, "torch_release", lambda: (2, 8))
-    with patched("cpu-native-ops"):
-        config = updated_config(ranks=2)
+@pytest.fixture
+def installed(monkeypatch):
+    def as_if(compiled_ops: bool, torch_release: tuple[int, int] = (2, 8)) -> None:
+        monkeypatch.setattr(cpu, "has_compiled_ops", lambda: compiled_ops)
+        monkeypatch.setattr(cpu, "torch_release", lambda: torch_release)
+
+    return as_if
+
+
+def test_torch_bodies_replace_missing_compiled_operators(installed):
+    installed(compiled_ops=False)
+    config = chosen(ranks=2, replicas=2)
     assert config.compilation_config.custom_ops == ["none"]
-    assert config.compilation_config.level == CompilationLevel.DYNAMO_ONCE  # torch 2.8 may compile
-    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "all|all"
+    assert config.compilation_config.level is None  # torch 2.8 may compile
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "all|all|all|all"
 
 
-def test_newer_torch_than_vllms_runs_eager(patched, monkeypatch):
-    monkeypatch.setattr(cpu, "torch_release", lambda: (2, 13))
-    with patched("cpu-native-ops"):
-        config = updated_config()
-    assert config.compilation_config.level == CompilationLevel.NO_COMPILATION
-    assert config.model_config.enforce_eager
-
-
-def test_complete_build_and_other_models_keep_their_settings(patched, monkeypatch):
-    with patched("cpu-native-ops"):
-        assert updated_config("llama").compilation_config.level == CompilationLevel.DYNAMO_ONCE
-        monkeypatch.setattr(cpu, "has_compiled_ops", lambda: True)
-        monkeypatch.setattr(cpu, "torch_release", lambda: (2, 8))
-        assert updated_config().compilation_config.level == CompilationLevel.DYNAMO_ONCE
+def test_complete_build_keeps_its_settings(installed):
+    installed(compiled_ops=True)
+    config = chosen()
+    assert (config.compilation_config.level, config.compilation_config.custom_ops) == (None, [])
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 
-def test_threads_have_an_entry_per_rank_and_replica(patched, monkeypatch):
-    monkeypatch.setattr(cpu, "has_compiled_ops", lambda: False)
-    with patched("cpu-native-ops"):
-        updated_config(ranks=2, replicas=2)
-    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "all|all|all|all"
+def test_newer_torch_than_vllms_runs_eager(installed, tmp_path):
+    """vLLM's own configuration begins with our choice, and keeps it."""
+    installed(compiled_ops=False, torch_release=(2, 13))
+    write_random_checkpoint(tmp_path / "model", layers=1)
+    options = {"model": str(tmp_path / "model"), "skip_tokenizer_init": True, "max_model_len": 64}
+    config = arg_utils.EngineArgs(**options).create_engine_config()
+    assert config.compilation_config.level == CompilationLevel.NO_COMPILATION
+    assert config.compilation_config.custom_ops == ["none"]
+    assert config.model_config.enforce_eager
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize("error", [ImportError("no such module"), OSError("undefined symbol: _ZN3c10")])
@@ -110,11 +87,10 @@ def test_library_that_does_not_load_counts_as_missing(monkeypatch, error):
     assert cpu.has_compiled_ops() is False
 
 
-def test_threads_pinned_by_the_user_stay_pinned(patched, monkeypatch):
-    monkeypatch.setattr(cpu, "has_compiled_ops", lambda: False)
+def test_threads_pinned_by_the_user_stay_pinned(installed, monkeypatch):
+    installed(compiled_ops=False)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    with patched("cpu-native-ops"):
-        updated_config()
+    chosen()
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
@@ -129,20 +105,39 @@ from torch._inductor import config
 config.cpp.cxx = ("there-is-no-such-compiler",)
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 import tests.serving.compat.test_cpu as this
-from npu_gptoss.serving import compat
-if "patched" in sys.argv:
-    compat.apply()
-this.updated_config()
+if "ours" in sys.argv:
+    this.chosen()
 tokens, _ = TopKTopPSampler().forward_cpu(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), {}, None, None)
 print(tokens.tolist())
 """
 
 
-@pytest.mark.parametrize(("how", "printed"), [("patched", "[1, 0]"), ("stock", "No working C++ compiler")])
+@pytest.mark.parametrize(("how", "printed"), [("ours", "[1, 0]"), ("stock", "No working C++ compiler")])
 def test_temperature_needs_no_compiler(how, printed, tmp_path):
     """Without a compiler the first request with a temperature ended the engine."""
     environment = {**os.environ, "VLLM_PLUGINS": "npu_gptoss_cpu", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", SAMPLE, how]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert printed in run.stdout + run.stderr
-    assert (run.returncode == 0) == (how == "patched")
+    assert (run.returncode == 0) == (how == "ours")
+
+
+def model_config(model_type: str = "gpt_oss", disable_sliding_window: bool = False) -> ModelConfig:
+    """A ModelConfig with only the fields that the tested code reads."""
+    config = object.__new__(ModelConfig)
+    config.hf_text_config = types.SimpleNamespace(model_type=model_type, sliding_window=128)
+    config.hf_config = config.hf_text_config
+    config.disable_sliding_window = disable_sliding_window
+    return config
+
+
+def test_gpt_oss_alone_has_no_model_wide_window_and_runs_on_a_cpu(patched, monkeypatch, tmp_path):
+    monkeypatch.setattr(arg_utils.current_platform, "is_cpu", lambda: True)
+    monkeypatch.setattr(ModelConfig, "is_v1_compatible", True)
+    monkeypatch.setattr(arg_utils, "_raise_or_fallback", lambda **_: None)
+    with patched("model-wide-window"):
+        assert model_config().get_sliding_window() is None
+        assert model_config("mistral").get_sliding_window() == 128
+        assert model_config(disable_sliding_window=True).get_sliding_window() == 128
+        runs_on_v1 = arg_utils.EngineArgs(model=str(tmp_path))._is_v1_supported_oracle
+        assert (runs_on_v1(model_config()), runs_on_v1(model_config("mistral"))) == (True, False)

@@ -1,23 +1,53 @@
-"""The server's end and its port, on 0.11 and 0.23."""
+"""The end of a server, and its port. Real servers: tests/serving/test_shutdown.py."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import textwrap
 import types
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import uvicorn
+from fastapi import HTTPException
+from fastapi.testclient import TestClient
+from vllm.entrypoints import launcher
 from vllm.entrypoints.openai import api_server
+from vllm.v1 import utils
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.serving.compat.server import shutdown
+from npu_gptoss.serving.compat.server.shutdown import stopping_error
+from tests.serving.compat import of_release
+from tests.serving.compat.of_release import OLD
+from tests.serving.conftest import run
+from tests.serving.in_flight import is_running
+from tests.serving.server import wait_for
 
 pytestmark = pytest.mark.serving
+only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
+only_0_23 = pytest.mark.skipif(OLD, reason="the stand-in is of vLLM 0.23's server")
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restores this process's handlers of signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def dead_core(exitcode: int | None, cause: str | None = None) -> Any:
@@ -68,13 +98,173 @@ def test_last_log_line_names_the_cause_of_death(caplog, monkeypatch, cause, exit
 
 
 @pytest.mark.parametrize(("chosen", "seconds"), [({}, 75), ({"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "9"}, 9)])
-def test_idle_connection_is_closed_before_clients_let_go(chosen: dict[str, str], seconds: int) -> None:
-    code = """
-from npu_gptoss import plugin
-plugin.register()
-from vllm import envs
-print(envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"}
-    said = subprocess.run([sys.executable, "-c", code], env=environment | chosen, capture_output=True, text=True)
+def test_idle_connection_is_closed_before_clients_let_go(monkeypatch, chosen: dict[str, str], seconds: int) -> None:
+    monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
+    said = run(
+        "from npu_gptoss import plugin; plugin.register(); from vllm import envs; "
+        "print(envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)",
+        **chosen,
+    )
     assert said.stdout.split()[-1:] == [str(seconds)], said.stderr
+
+
+class Server(uvicorn.Server):
+    """Serves nothing until it must exit; then vLLM's application has no state any more."""
+
+    async def serve(self, sockets: Any = None) -> None:
+        while not self.should_exit:
+            await asyncio.sleep(0.01)
+        del self.config.app.state
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, errored: bool) -> None:
+    """Awaits, as vLLM does, a server whose engine dies, or that a program ends."""
+    engine = types.SimpleNamespace(errored=errored, is_running=not errored, engine_core=dead_core(-9), vllm_config=None)
+    app = types.SimpleNamespace(routes=[], state=types.SimpleNamespace(engine_client=engine))
+    monkeypatch.setattr(launcher.uvicorn, "Server", Server)
+    monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
+
+    async def serve() -> None:
+        if not errored:
+            asyncio.get_running_loop().call_later(0.1, lambda: setattr(app.state.server, "should_exit", True))
+        await (await launcher.serve_http(app, None, port=0))
+
+    asyncio.run(asyncio.wait_for(serve(), 20))
+
+
+@only_0_23
+def test_engine_death_gives_exit_status_1_and_a_normal_end_none(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with patched("server-end"):
+        with pytest.raises(SystemExit) as end:
+            ended(monkeypatch, errored=True)
+        assert end.value.code == 1
+        ended(monkeypatch, errored=False)
+
+
+class Engine:
+    """Answers a request `needs` seconds after the server's end began; `seen` records the events in order."""
+
+    vllm_config = types.SimpleNamespace(shutdown_timeout=0)
+    errored, is_running = False, True
+
+    def __init__(self, needs: float) -> None:
+        self.needs, self.seen = needs, []
+        self.engine_core = types.SimpleNamespace(abort_requests_async=self.abort)
+        self.output_processor = types.SimpleNamespace(
+            request_states={"a": None},
+            get_num_unfinished_requests=lambda: 1,
+            propagate_error=lambda error: self.seen.append(str(error)),
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.seen.append(f"aborted {request_ids}")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.seen.append("engine ended")
+
+
+class Busy(Server):
+    """Its end waits for the engine's request."""
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        engine = self.config.app.state.engine_client
+        deadline = asyncio.get_running_loop().time() + engine.needs
+        while not engine.seen and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        engine.seen.append("server ended")
+
+
+@only_0_23
+@pytest.mark.parametrize(
+    ("needs", "seen"),
+    [
+        (0.2, ["server ended"]),  # the engine's creator ends it later
+        (60, [str(stopping_error()()), "aborted ['a']", "server ended"]),
+    ],
+    ids=["a request finishes", "a longer request gets the error"],
+)
+def test_signal_leaves_requests_time_to_finish(patched, monkeypatch, handlers, needs, seen) -> None:
+    engine = Engine(needs)
+    app = types.SimpleNamespace(routes=[], state=types.SimpleNamespace(engine_client=engine))
+    monkeypatch.setenv("NPU_GPTOSS_DRAIN_SECONDS", "1")
+    monkeypatch.setattr(launcher.uvicorn, "Server", Busy)
+    monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
+
+    async def serve() -> None:
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
+        await (await launcher.serve_http(app, None, port=0))
+
+    with patched("server-end"):
+        asyncio.run(asyncio.wait_for(serve(), 20))
+    assert engine.seen == seen
+    assert "shutdown" not in vars(engine), "the engine could not be ended any more"
+
+
+# needs a second for its requests after SIGTERM
+SLOW = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit())); print(); time.sleep(60)"
+
+
+@only_0_23
+def test_signal_leaves_several_servers_time_to_finish(patched: Any, handlers: None) -> None:
+    server = subprocess.Popen([sys.executable, "-u", "-c", SLOW], stdout=subprocess.PIPE)
+    server.stdout.readline()
+    manager = object.__new__(utils.APIServerProcessManager)
+    manager.processes, manager._address_pipes = [utils._SubprocessWrapper(server, "ApiServer_0")], []
+    manager._finalizer = weakref.finalize(manager, lambda: None)
+    with patched("servers-end"), socket.socket() as manager.sock:
+        try:
+            manager.shutdown(timeout=0)
+            assert server.wait(20) == 0
+            assert manager.sock.fileno() == -1, "the port is open, but no server answers"
+        finally:
+            server.kill()
+
+
+def test_second_signal_ends_all_servers_and_engines_at_once(tmp_path: Path) -> None:
+    code = """
+        import multiprocessing, signal, time
+        from npu_gptoss.serving.compat.server import shutdown
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        print("child", child.pid, flush=True)
+        signal.signal(signal.SIGTERM, shutdown._at_once)
+        signal.raise_signal(signal.SIGTERM)
+    """
+    log = tmp_path / "log"  # not a pipe: the child keeps it open until its own end
+    with log.open("w") as output:
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        status = subprocess.run(command, stdout=output, stderr=output, timeout=120).returncode
+    said = log.read_text()
+    assert status == 128 + signal.SIGTERM, said
+    child = int(said.partition("child ")[2].split()[0])
+    assert wait_for(lambda: not is_running(child), 5)
+
+
+@only_0_11
+@pytest.mark.parametrize("error", [stopping_error()(), EngineDeadError()])
+def test_answer_cut_by_the_engines_end_gets_503(patched, error):
+    with patched("admission"):
+        app = of_release.application(of_release.parsed())
+
+        def route(cause: Exception) -> None:
+            raise HTTPException(500, detail=str(cause)) from cause
+
+        app.add_api_route("/ended", lambda: route(error))
+        app.add_api_route("/failed", lambda: route(ValueError("mine")))
+        client = TestClient(app)
+        answer = client.get("/ended")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, str(error))
+        assert client.get("/failed").status_code == 500
+
+
+@only_0_11
+def test_stream_cut_by_the_engines_end_is_no_bad_request(patched: Any) -> None:
+    from vllm.entrypoints.openai.serving_engine import OpenAIServing
+
+    with patched("context-length"):
+        serving = types.SimpleNamespace(log_error_stack=False)
+        serving.create_error_response = lambda **fields: OpenAIServing.create_error_response(serving, **fields)
+        for error in (stopping_error()(), EngineDeadError()):
+            told = json.loads(OpenAIServing.create_streaming_error_response(serving, str(error)))["error"]
+            assert (told["code"], told["message"]) == (503, str(error))
+        assert OpenAIServing.create_error_response(serving, message="mine").error.code == 400

@@ -140,7 +140,7 @@ def test_preempted_prompt_log_probabilities_do_not_end_the_engine(engine, patche
 
     with patched():
         assert in_a_fork(served).startswith("AssertionError")
-    with patched(*BARRIER):
+    with patched(*BARRIER, "prompt-logprobs"):
         alone = [run(engine, one)[0] for one in many]
         assert served() == alone
 

@@ -203,10 +203,9 @@ def test_vllm_with_other_backend_arguments_is_not_patched(patched):
     compiling = "_async_create_grammar" if OLD else "_create_grammar"
     with patched():
         own = {key: value for key, value in vars(StructuredOutputManager).items() if not key.startswith("__")}
-    install = grammars.install_backends if OLD else grammars.install_backends_0_23
     manager = type("StructuredOutputManager", (), own | {compiling: otherwise})
-    with pytest.raises(Mismatch, match=r"self.backend.compile_grammar\(request_type, grammar_spec\)"):
-        install(types.SimpleNamespace(StructuredOutputManager=manager))
+    with pytest.raises(Mismatch, match=r"self.backend.compile_grammar\(request_type, grammar_spec"):
+        grammars.install_backends(types.SimpleNamespace(StructuredOutputManager=manager))
 
 
 def test_backend_with_another_mask_layout_is_refused(patched, manager, monkeypatch):

@@ -12,12 +12,11 @@ from ascend_emulator.launch import Machine, environment
 from vllm.model_executor.models import registry
 
 from emulator.tests.machine import venv
-from npu_gptoss.serving.releases import here
+from npu_gptoss.serving.releases import here, vllm_0_11
 
 pytestmark = pytest.mark.serving
 
 MODULE, _, NAME = here().model.partition(":")
-OTHER = "vllm.model_executor.models.opt", "OPTForCausalLM"
 
 
 @pytest.fixture
@@ -36,21 +35,12 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_our_class_is_inspected_in_the_same_process(patched, processes) -> None:
-    model = registry._LazyRegisteredModel(MODULE, NAME)
-    with patched():
-        stock = model.inspect_model_cls()
-    with patched("model-inspection"):
-        assert model.inspect_model_cls() == stock
+def test_our_class_is_inspected_in_the_same_process(processes) -> None:
+    stock = registry._LazyRegisteredModel(MODULE, NAME).inspect_model_cls()
+    assert vllm_0_11.registered_model(MODULE, NAME).inspect_model_cls() == stock
     assert processes == [NAME]
     assert stock.is_text_generation_model
     assert stock.supports_pp
-
-
-def test_other_classes_are_left_to_vllm(patched, processes) -> None:
-    with patched("model-inspection"):
-        registry._LazyRegisteredModel(*OTHER).inspect_model_cls()
-    assert processes == [OTHER[1]]
 
 
 @pytest.mark.emulated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat.patch import Mismatch
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.structures import StructureCompiler, structure_of
+from npu_gptoss.serving.compat.targets import SAMPLING_PARAMS
 from npu_gptoss.serving.releases import here
 from tests.serving.compat import of_release
 from tests.serving.compat.of_release import LINE, OLD
@@ -106,15 +108,16 @@ def test_validation_without_a_model_argument_is_a_mismatch() -> None:
             self.structured_outputs._backend_was_auto = True
             validate_xgrammar_grammar(self)  # noqa: F821
 
+    module = types.SimpleNamespace(SamplingParams=SamplingParams, __name__=SAMPLING_PARAMS)
     with pytest.raises(Mismatch, match="expected to take model_config"):
-        structures.install_verdicts_of_params(types.SimpleNamespace(SamplingParams=SamplingParams))
+        structures.install_verdicts(module)
 
 
 @newer
 def test_structure_of_any_route_is_compiled_before_the_engine_gets_it(
     patched: Any, admitted: Structures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """/inference/v1/generate brings its own SamplingParams."""
+    """/inference/v1/generate brings its own SamplingParams. A completion has no reasoning to wait for."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -126,7 +129,7 @@ def test_structure_of_any_route_is_compiled_before_the_engine_gets_it(
     class Engine:
         @property
         def errored(self) -> bool:
-            raise Reached
+            raise Reached(sys._getframe(1).f_locals["reasoning_ended"])
 
     async def verdict(fields: dict[str, Any]) -> Verdict:
         known = {"a": Verdict(backend="xgrammar", fields=fields), "busy": Verdict(error="later", lasting=False)}
@@ -137,9 +140,10 @@ def test_structure_of_any_route_is_compiled_before_the_engine_gets_it(
     def ask(params: Any) -> None:
         asyncio.run(AsyncLLM.add_request(Engine(), "id", {}, params))
 
-    with patched("structure-requests"):
-        for params in (SamplingParams(), structured(regex="a")):
-            with pytest.raises(Reached):
+    with patched("structure-requests", "completion-formats"):
+        of_completion = of_release.completion_class()(prompt="a", guided_regex="a").to_sampling_params(9, {})
+        for params, ended in ((SamplingParams(), None), (structured(regex="a"), None), (of_completion, True)):
+            with pytest.raises(Reached, match=str(ended)):
                 ask(params)
         with pytest.raises(VLLMValidationError, match="This structure cannot be compiled: too long"):
             ask(structured(regex="b"))

@@ -104,9 +104,14 @@ def test_checkpoint_in_the_hugging_face_cache_is_not_found(tmp_path: Path, monke
     (snapshot / "tokenizer.json").write_text("{}")
     refs = snapshot.parents[1] / "refs"
     refs.mkdir()
-    (refs / "main").write_text("abc")
+    for name in ("main", "tokenizer"):
+        (refs / name).write_text("abc")
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    config = types.SimpleNamespace(tokenizer=None, model="openai/gpt-oss-20b", revision=None)
+    config = types.SimpleNamespace(tokenizer=None, tokenizer_revision=None, model="openai/gpt-oss-20b", revision=None)
     assert checkpoint_directory(config) == snapshot
+    config.tokenizer, config.tokenizer_revision, config.revision = config.model, "tokenizer", "weights"
+    assert checkpoint_directory(config) == snapshot, "the tokenizer has a revision of its own"
+    config.tokenizer_revision = "another"
+    assert checkpoint_directory(config) is None
     config.model = str(tmp_path / "no such folder")
     assert checkpoint_directory(config) is None

@@ -22,15 +22,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.errors import short
 from npu_gptoss.serving.compat.engine import request_checks as gate
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, holder, repair, replace
-from npu_gptoss.serving.compat.targets import CORE, SCHEDULER
+from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, holder, repair, replace
+from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -124,7 +123,7 @@ def _unreadable(frames: Any, error: BaseException) -> Refused:
     "request-input",
     f"{CORE}:MsgpackDecoder EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
     f"{CORE}:EngineCoreProc.process_output_sockets",
-    releases=("0.11", "0.23"),
+    releases=BOTH,
     upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
     until="0.33",
 )
@@ -135,9 +134,6 @@ def install_input(module: ModuleType) -> None:
     expect_source(process.process_input_sockets, "add_request_decoder = MsgpackDecoder(EngineCoreRequest")
     expect_source(process.process_input_sockets, "request = self.preprocess_add_request(req")
     expect_source(process._handle_client_request, "req, request_wave = request", "self.add_request(req, request_wave)")
-    expect_parameters(core.preprocess_add_request, "self", "request")
-    expect_parameters(core.add_request, "self", "request", "request_wave")
-    expect_parameters(process.process_output_sockets, "self")
 
     class MsgpackDecoder(stock_decoder):
         def __init__(self, t: Any = None, **options: Any) -> None:
@@ -155,7 +151,7 @@ def install_input(module: ModuleType) -> None:
                 return _unreadable(bufs, error)
 
     @around(core, "preprocess_add_request")
-    def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> tuple[Any, int]:
+    def preprocess_add_request(original: Original, self: Any, request: Any) -> tuple[Any, int]:
         if isinstance(request, Refused):
             return request, 0
         try:
@@ -170,7 +166,7 @@ def install_input(module: ModuleType) -> None:
         return Refused(request.request_id, request.client_index, reason), request.current_wave
 
     @around(core, "add_request")
-    def add_request(original: Callable[..., None], self: Any, request: Any, request_wave: int = 0) -> None:
+    def add_request(original: Original, self: Any, request: Any, request_wave: int = 0) -> None:
         if isinstance(request, Refused):
             tell(self, request)
             return
@@ -193,7 +189,7 @@ def install_input(module: ModuleType) -> None:
                 reason = REFUSED + words(error)
         tell(self, Refused(request.request_id, request.client_index, reason))
 
-    def thread(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
+    def thread(original: Original, self: Any, *arguments: Any, **keywords: Any) -> None:
         try:
             original(self, *arguments, **keywords)
         except PASSES:
@@ -210,7 +206,7 @@ def install_input(module: ModuleType) -> None:
 @repair(
     "request-steps",
     f"{CORE}:EngineCore.step .step_with_batch_queue",
-    releases=("0.11", "0.23"),
+    releases=BOTH,
     upstream="vllm PR 47312, for grammars",
     until="0.33",
 )
@@ -221,7 +217,7 @@ def install_steps(module: ModuleType) -> None:
         expect_source(getattr(core, name), "self.scheduler.schedule()", "self.scheduler.update_from_output(")
     expect_source(core.__init__, "self.step_fn = (self.step if", "self.structured_output_manager =")
 
-    def step(original: Callable[..., tuple[Any, bool]], self: Any) -> tuple[Any, bool]:
+    def step(original: Original, self: Any) -> tuple[Any, bool]:
         setattr(self, STEP_BEGAN, time.monotonic())  # the heartbeat reads it
         try:
             end_reported(self)
@@ -238,43 +234,17 @@ def install_steps(module: ModuleType) -> None:
         around(core, name)(step)
 
 
-@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output .update_from_output", until="0.33")
-def install_scheduler(module: ModuleType) -> None:
-    """An exception in one request's stop conditions ends the engine; so do the prompt log-probabilities of a preempted
-    request."""
-    scheduler = module.Scheduler
-    # `grammars.py` sets a grammar that does not compile to None, which is never ready
-    expect_source(scheduler.schedule, "if structured_output_req and structured_output_req.grammar:")
-    expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")
-    _guard_updates(scheduler)
-
-    @around(scheduler, "update_from_output")
-    def update_from_output(
-        original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
-    ) -> Any:
-        # A preempted request computes its prompt again, but its prompt log-probabilities were sent with its first
-        # token. If a chunk yields no token, stock vLLM asserts that there are none, and the engine ends.
-        said = model_runner_output.prompt_logprobs_dict
-        for request_id in [name for name in said if (r := self.requests.get(name)) is not None and r.num_output_tokens]:
-            del said[request_id]
-        return original(self, scheduler_output, model_runner_output)
-
-
-@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output", releases=("0.23",), until="0.33")
-def install_scheduler_0_23(module: ModuleType) -> None:
+@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output", releases=BOTH, until="0.33")
+def install_updates(module: ModuleType) -> None:
     """An exception in one request's stop conditions ends the engine."""
     scheduler = holder(module.Scheduler, "update_from_output")
-    grammar = "if not (structured_output_req and structured_output_req.grammar): return False"  # as on 0.11
-    expect_source(scheduler._try_promote_blocked_waiting_request, grammar)
-    _guard_updates(scheduler)
-
-
-def _guard_updates(scheduler: type) -> None:
-    expect_parameters(scheduler._update_request_with_output, "self", "request", "new_token_ids")
+    # `grammars.py` sets a grammar that does not compile to None, which is never ready
+    ready = getattr(scheduler, either(scheduler, "_try_promote_blocked_waiting_request", "schedule"))
+    expect_source(ready, "structured_output_req and structured_output_req.grammar")
 
     @around(scheduler, "_update_request_with_output")
     def _update_request_with_output(
-        original: Callable[..., tuple[list[int], bool]], self: Any, request: Any, new_token_ids: list[int]
+        original: Original, self: Any, request: Any, new_token_ids: list[int]
     ) -> tuple[list[int], bool]:
         try:
             return original(self, request, new_token_ids)
@@ -283,3 +253,20 @@ def _guard_updates(scheduler: type) -> None:
         except BaseException as error:
             report(failures_of(self.structured_output_manager), request, FAILED + words(error))
             return new_token_ids, False
+
+
+@repair("prompt-logprobs", f"{SCHEDULER}:Scheduler.update_from_output", until="0.23")
+def install_prompt_logprobs(module: ModuleType) -> None:
+    """The prompt log-probabilities of a preempted request end the engine.
+
+    The request computes its prompt again, but its prompt log-probabilities were sent with its first token. If a chunk
+    yields no token, stock vLLM asserts that there are none.
+    """
+    expect_source(module.Scheduler.update_from_output, "assert not prompt_logprobs_tensors")
+
+    @around(module.Scheduler, "update_from_output")
+    def update_from_output(original: Original, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        said = model_runner_output.prompt_logprobs_dict
+        for request_id in [name for name in said if (r := self.requests.get(name)) is not None and r.num_output_tokens]:
+            del said[request_id]
+        return original(self, scheduler_output, model_runner_output)

@@ -1,12 +1,15 @@
-"""Contains grammar errors in the engine core, and compiles each grammar with the backend that validated it.
+"""Structured output in the engine: errors of grammars, their backends, logits on a CPU, and where the answer begins.
 
 vLLM 0.11.0 compiles a grammar in a thread and takes the result in `schedule()`, where a compile error ends the engine.
-It keeps one backend per engine, the backend of the first structured request: a grammar validated by guidance after one
-of xgrammar is compiled by xgrammar, which may refuse it or interpret it differently. 0.33 refuses it.
-
 Here every grammar is wrapped: its exceptions are reported (`failed_requests.report`), and its row of the bit mask then
-allows every token. Each backend gets a shallow copy of the manager, which creates the backend and compiles with it. The
-engine's manager keeps the only bit mask, so all backends must use the same layout.
+allows every token.
+
+vLLM keeps one backend per engine, the backend of the first structured request: a grammar validated by guidance after
+one of xgrammar is compiled by xgrammar, which may refuse it or interpret it differently; 0.33 refuses it. Here each
+backend gets a shallow copy of the manager, which creates the backend and compiles with it. The engine's manager keeps
+the only bit mask, so all backends must use the same layout.
+
+The grammar restricts the answer, not the reasoning before it.
 """
 
 from __future__ import annotations
@@ -14,16 +17,21 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, failures_of, report, words
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import GRAMMARS
+from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair, replace, vllms_own
+from npu_gptoss.serving.compat.targets import RUNNER
+
+if TYPE_CHECKING:
+    import torch
 
 _BACKENDS = "_npu_gptoss_backends"  # of a StructuredOutputManager: name -> its copy with that backend
-
+MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
+COMPILING = "_async_create_grammar", "_create_grammar"  # returns a grammar; it runs in its own thread
 
 # a grammar's methods, and the value that each returns after an error
 INSTEAD: dict[str, Callable[..., Any]] = {
@@ -62,45 +70,22 @@ class GuardedGrammar:
         vars(self).update({name: functools.partial(method, name) for name in INSTEAD})
 
 
-@repair(
-    "grammar-errors",
-    f"{GRAMMARS}:StructuredOutputManager._async_create_grammar .should_fill_bitmask .should_advance",
-    releases=("0.11",),
-    upstream="vllm PR 47312",
-    until="0.33",
-)
+CHECKS = ".should_fill_bitmask .should_advance"
+
+
+@repair("grammar-errors", f"{MANAGER}.{COMPILING[0]} {CHECKS}", upstream="vllm PR 47312", until="0.33")
+@repair("grammar-errors", f"{MANAGER}.{COMPILING[1]} {CHECKS}", releases="0.23", upstream="vllm PR 47312", until="0.33")
 def install_guard(module: ModuleType) -> None:
     """A grammar that does not compile, or raises later, ends the engine."""
-    manager = module.StructuredOutputManager
-    _guard(manager, manager.grammar_init, "_async_create_grammar")
-
-
-@repair(
-    "grammar-errors",
-    f"{GRAMMARS}:StructuredOutputManager._create_grammar .should_fill_bitmask .should_advance",
-    releases=("0.23",),
-    upstream="vllm PR 47312",
-    until="0.33",
-)
-def install_guard_0_23(module: ModuleType) -> None:
-    """A grammar that does not compile, or raises later, ends the engine."""
-    from npu_gptoss.serving.releases.vllm_0_23 import vllms_own
-
-    manager = module.StructuredOutputManager
-    _guard(manager, vllms_own(manager, "grammar_init"), "_create_grammar")
-
-
-def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
-    """compiling: the method that returns a grammar; it runs in its own thread."""
     from vllm.v1.structured_output.request import StructuredOutputRequest
 
-    for name in (compiling, "should_fill_bitmask", "should_advance"):
-        expect_parameters(getattr(manager, name), "self", "request")
-    expect_source(grammar_init, f"self.executor.submit(self.{compiling}, request)")
+    manager = module.StructuredOutputManager
+    compiling = either(manager, *COMPILING)
+    expect_source(vllms_own(manager, "grammar_init"), f"self.executor.submit(self.{compiling}, request)")
     expect_source(StructuredOutputRequest._check_grammar_completion, "self._grammar.result(timeout=0.0001)")
 
     @around(manager, compiling)
-    def guarded(compile_grammar: Callable[..., Any], self: Any, request: Any) -> GuardedGrammar | None:
+    def guarded(compile_grammar: Original, self: Any, request: Any) -> GuardedGrammar | None:
         """Returns None after an error. It is never ready: the scheduler passes the request over until it is ended."""
         failures = failures_of(self)
 
@@ -109,21 +94,17 @@ def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
 
         return _guarded(compiled, failures, request, f"{REFUSED}its grammar does not compile: ", lambda: None)
 
-    def asked(original: Callable[..., bool], self: Any, request: Any) -> bool:
+    def asked(original: Original, self: Any, request: Any) -> bool:
         return _guarded(lambda: original(self, request), failures_of(self), request, FAILED, lambda: False)
 
     for name in ("should_fill_bitmask", "should_advance"):
         around(manager, name)(asked)
 
 
-CHOOSES = "backend = request.sampling_params.structured_outputs._backend"
-COMPILES = "self.backend.compile_grammar(request_type, grammar_spec)"
-
-
 @repair(
     "grammar-backends",
-    f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend",
-    releases=("0.11",),
+    f"{MANAGER}.grammar_init .clear_backend",
+    releases="0.11 0.23 0.33",
     upstream="vllm issue 43920",
     until="vLLM keeps a backend for each grammar",
 )
@@ -131,47 +112,12 @@ def install_backends(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later requests, even if another backend validated
     them."""
     manager = module.StructuredOutputManager
-    _have_backends(manager, manager.grammar_init, "_async_create_grammar", CHOOSES, COMPILES)
-
-
-@repair(
-    "grammar-backends",
-    f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend",
-    releases=("0.23",),
-    until="vLLM keeps a backend for each grammar",
-)
-def install_backends_0_23(module: ModuleType) -> None:
-    """The first structured request chooses the backend of all later requests: vllm-ascend refuses a request that
-    another backend validated until the server restarts."""
-    from npu_gptoss.serving.releases.vllm_0_23 import vllms_own
-
-    manager = module.StructuredOutputManager
-    _have_backends(manager, vllms_own(manager, "grammar_init"), "_create_grammar", CHOOSES, COMPILES)
-
-
-@repair(
-    "grammar-backends",
-    f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend",
-    releases=("0.33",),
-    until="vLLM keeps a backend for each grammar",
-)
-def install_backends_0_33(module: ModuleType) -> None:
-    """The first structured request chooses the backend of all later requests: if xgrammar does not support its grammar,
-    every other structured request is refused until the server restarts."""
-    manager = module.StructuredOutputManager
-    refuses = "if self.backend_name is not None and request_backend != self.backend_name: raise"
-    _have_backends(manager, manager.grammar_init, "_create_grammar", refuses, "self.backend.compile_grammar(")
-
-
-def _have_backends(manager: type, original_init: Any, compiling: str, choosing: str, compiles: str) -> None:
-    """original_init: vLLM's own; compiling: as in `_guard`; choosing, compiles: source of these two that uses a
-    request's backend."""
-    expect_source(
-        original_init, choosing, "if self.backend is None:", f"self.executor.submit(self.{compiling}, request)"
-    )
-    expect_source(getattr(manager, compiling), compiles)
+    original_init, original_clear = vllms_own(manager, "grammar_init"), manager.clear_backend
+    compiling = either(manager, *COMPILING)
+    expect_source(original_init, "structured_outputs._backend", "if self.backend is None:")
+    expect_source(original_init, f"self.executor.submit(self.{compiling}, request)")
+    expect_source(getattr(manager, compiling), "self.backend.compile_grammar(request_type, grammar_spec")
     expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
-    original_clear = manager.clear_backend
 
     def grammar_init(self: Any, request: Any) -> None:
         sampling = request.sampling_params
@@ -228,3 +174,56 @@ def _expect_layout(first: Any, other: Any, name: str) -> None:
             f"the bit masks of structured output backend {name} have {tuple(rows[1].shape)} {rows[1].dtype}, "
             f"those of the backend in use {tuple(rows[0].shape)} {rows[0].dtype}; an engine needs one layout"
         )
+
+
+@repair("cpu-grammar-bitmask", f"{RUNNER}:apply_grammar_bitmask", upstream="vllm PR 32384", until="0.23")
+def install_bitmask(module: ModuleType) -> None:
+    """xgrammar's CPU kernel takes only float32 logits, so the first structured output in bfloat16 ends the engine."""
+    import torch as torch_
+
+    expect_source(module.apply_grammar_bitmask, "xgr.apply_token_bitmask_inplace(")
+
+    @around(module, "apply_grammar_bitmask")
+    def apply_grammar_bitmask(
+        original: Original, scheduler_output: Any, input_batch: Any, logits: torch.Tensor, device: torch.device
+    ) -> None:
+        if logits.device.type != "cpu" or logits.dtype == torch_.float32:
+            original(scheduler_output, input_batch, logits, device)
+            return
+        wide = logits.float()  # the mask only sets logits to minus infinity
+        original(scheduler_output, input_batch, wide, device)
+        logits.copy_(wide)
+
+
+def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
+    """Returns whether the last message in these tokens is an answer with a complete header.
+
+    `header` holds the five tokens of `<|start|>assistant<|channel|>final<|message|>`.
+    """
+    start, assistant, channel, final, message = header
+    header_end = None
+    for i in range(len(token_ids) - 1, -1, -1):
+        if token_ids[i] == message:
+            header_end = i
+        elif token_ids[i] == start:
+            if header_end is None or token_ids[i + 1] != assistant:
+                return False
+            spelled = list(token_ids[i + 1 : header_end])
+            return (channel, final) in pairwise(spelled)
+    return True  # a plain text of /v1/completions, no conversation: all of it is the answer
+
+
+REASONER = "vllm.reasoning.gptoss_reasoning_parser:GptOssReasoningParser"
+
+
+@repair("reasoning-end", f"{REASONER}.is_reasoning_end", upstream="vllm PR 34454", until="0.23")
+def install_reasoning_end(module: ModuleType) -> None:
+    """vLLM takes an earlier answer in the conversation for the end of the reasoning and applies the structure from the
+    first token on; it does not know the header `final <|constrain|>json`."""
+    parser = module.GptOssReasoningParser
+    expect_source(parser.is_reasoning_end, "end_token_ids = self.reasoning_end_token_ids")
+    expect_source(parser.__init__, 'self.model_tokenizer.encode("<|start|>assistant<|channel|>final<|message|>")')
+
+    @around(parser, "is_reasoning_end")
+    def is_reasoning_end(_: Original, self: Any, input_ids: Sequence[int]) -> bool:
+        return answer_has_begun(input_ids, self.reasoning_end_token_ids)

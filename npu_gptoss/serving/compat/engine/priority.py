@@ -1,5 +1,4 @@
-"""--scheduling-policy priority: orders requests of one arrival time, and preempts only requests outside of the current
-step.
+"""--scheduling-policy priority: requests of one arrival time, and preemption within a step.
 
 vLLM 0.11.0 orders waiting requests by (priority, arrival, Request). The samples of a request with `n` > 1 arrive at the
 same time, so the heap compares two `Request`s, and the engine ends. Here equal arrival times are set apart by a float's
@@ -14,15 +13,14 @@ that the worst is always a request that the step has not reached.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import around, expect_source, repair
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.targets import SCHEDULER
 
 
-@repair("priority-order", f"{SCHEDULER}:Scheduler.add_request .schedule", releases=("0.11",), until="0.23")
+@repair("priority-order", f"{SCHEDULER}:Scheduler.add_request .schedule", until="0.23")
 def install(module: ModuleType) -> None:
     """With --scheduling-policy priority, n > 1 ends the engine, and a preemption may free the blocks of a request that
     is computed in the same step."""
@@ -33,7 +31,7 @@ def install(module: ModuleType) -> None:
     expect_source(scheduler.add_request, "self.waiting.add_request(request)")
 
     @around(scheduler, "add_request")
-    def add_request(original: Callable[..., None], self: Any, request: Any) -> None:
+    def add_request(original: Original, self: Any, request: Any) -> None:
         if self.policy == by_priority:
             arrivals = {other.arrival_time for other in self.requests.values()}
             while request.arrival_time in arrivals:
@@ -41,7 +39,7 @@ def install(module: ModuleType) -> None:
         original(self, request)
 
     @around(scheduler, "schedule")
-    def schedule(original: Callable[..., Any], self: Any) -> Any:
+    def schedule(original: Original, self: Any) -> Any:
         if self.policy == by_priority:
             self.running.sort(key=lambda request: (request.priority, request.arrival_time))
         return original(self)

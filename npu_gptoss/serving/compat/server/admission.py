@@ -10,7 +10,6 @@ import functools
 import inspect
 import json
 import traceback
-from collections.abc import Callable
 from http import HTTPStatus
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,10 @@ from npu_gptoss.serving.admission.keys import KeyGuard, route_path
 from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.admission.rules import Limits
 from npu_gptoss.serving.admission.structures import Structures
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.completions import as_chats_do
-from npu_gptoss.serving.compat.targets import API_SERVER, APP_ENTRY
+from npu_gptoss.serving.compat.targets import API_SERVER, APP_ENTRY, BOTH
 from npu_gptoss.serving.releases.vllm import request_classes
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harm
     *("adjust_harmony_request", "to_chat_completion_request", "_render_responses_with_harmony")  # of 0.33
 }
 COMPLETIONS = "/v1/completions"
+UPSTREAM = "CVE-2026-48746, fixed in 0.22.0; CVE-2026-34756 and others one by one"
+UNTIL = "vLLM guards every route by its key and checks every field"
 
 # each route's serving object, None in the application's state if the model lacks it; vLLM then answers with status 200
 SERVES = {
@@ -154,87 +155,42 @@ def _validators() -> frozenset[str]:
     )
 
 
-@repair(
-    "admission",
-    f"{API_SERVER}:build_app",
-    upstream="CVE-2026-48746, fixed in 0.22.0; CVE-2026-34756 and others one by one",
-    until="vLLM guards every route by its key and checks every field",
-)
-def install_gate(module: ModuleType) -> None:
-    """vLLM's API key guards only paths below /v1, and reads the path with the client's Host header; fields that end the
-    engine, block it for hours or fail with 500 are not checked."""
-    expect_parameters(module.build_app, "args")
-    expect_source(module.build_app, *GUARDS, "@app.exception_handler(RequestValidationError)")
-
-    @around(module, "build_app")
-    def build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from npu_gptoss.serving.openai.messages import add_routes
-
-        app = _build_app(original, *args, **kwargs)
-        add_routes(app)  # /v1/messages, which 0.11.0 lacks
-        return app
-
-
-@repair(
-    "admission",
-    f"{API_SERVER}:build_app",
-    releases=("0.23",),
-    until="vLLM guards every route by its key and checks every field",
-)
-def install_gate_0_23(module: ModuleType) -> None:
-    """vLLM's API key leaves /invocations, /tokenize, /metrics and other routes open; prompts times n, and bodies, are
-    unlimited; an invalid stop token ends the engine; an unreadable request gets 500 or no reason."""
-    expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
-    handled = "app.exception_handler(RequestValidationError)(validation_exception_handler)"
-    expect_source(module.build_app, *GUARDS, handled, "app.exception_handler(VLLMValidationError)(exception_handler)")
-
-    @around(module, "build_app")
-    def build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        app = _build_app(original, *args, **kwargs)
-        # vLLM answers these with 400 and 501, but logs a traceback as for any Exception
-        for kind in (ValueError, TypeError, OverflowError, NotImplementedError):
-            app.exception_handler(kind)(as_chats_do(module.exception_handler))
-        return app
-
-
-@repair(
-    "admission",
-    f"{APP_ENTRY}:build_app",
-    releases=("0.33",),
-    until="vLLM guards every route by its key and checks every field",
-)
-def install_gate_of_app(module: ModuleType) -> None:
-    """vLLM's API key leaves /invocations, /tokenize, /generative_scoring, /metrics and other routes open; prompts times
-    n, and bodies, are unlimited; some unreadable requests get 500."""
-    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
-
-    expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
-    expect_source(init_entrypoints_middleware, *GUARDS)
-    expect_source(init_exception_handler, "app.exception_handler(RequestValidationError)(validation_exception_handler)")
-    around(module, "build_app")(_build_app)
-
-
 GUARDS = (
     "if tokens := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:",
     "app.add_middleware(AuthenticationMiddleware, tokens=tokens)",
 )
+MISREAD = (ValueError, TypeError, OverflowError, NotImplementedError)  # vLLM answers them with 400 and 501
 
 
-def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: Any = None, *others: Any) -> Any:
-    """`supported_tasks` and `others` exist since 0.23."""
+@repair("admission", f"{API_SERVER}:build_app", releases=BOTH, upstream=UPSTREAM, until=UNTIL)
+@repair("admission", f"{APP_ENTRY}:build_app", releases="0.33", upstream=UPSTREAM, until=UNTIL)
+def install(module: ModuleType) -> None:
+    """vLLM's API key guards only paths below /v1, and reads the path with the client's Host header; fields that end the
+    engine, block it for hours or fail with 500 are not checked."""
+    guarding = module.build_app
+    if module.__name__ == APP_ENTRY:
+        from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware as guarding
+    expect_source(guarding, *GUARDS)
+    around(module, "build_app")(_build_app)
+
+
+def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
+    """`others` exist since 0.23: the supported tasks and the model's configuration."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.middleware import Middleware
     from vllm import envs as vllm_envs
 
+    from npu_gptoss.serving.openai import messages
     from npu_gptoss.serving.openai.errors import misread
     from npu_gptoss.serving.openai.intake import Intake
     from npu_gptoss.serving.releases.vllm import AuthenticationMiddleware
 
-    app = original(args, *((supported_tasks, *others) if supported_tasks is not None else ()))
-    if "generate" not in (supported_tasks or ("generate",)):
+    app = original(args, *others)
+    if "generate" not in (others[0] if others else ("generate",)):
         return app  # a server without an engine, which only renders
+    if "/v1/messages" not in {getattr(route, "path", None) for route in app.routes}:
+        messages.add_routes(app)  # 0.11.0 lacks it
     app.middleware_stack = None  # 0.33 has built it already; the first request builds it again
     keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
     app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]
@@ -246,8 +202,11 @@ def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: A
     )
     app.user_middleware.append(Middleware(Intake))  # the innermost
 
-    for kind, handler in list(app.exception_handlers.items()):
-        app.exception_handlers[kind] = as_chats_do(handler)
+    handlers = app.exception_handlers
+    if Exception in handlers:  # on 0.23 it logs a traceback for a client's mistake
+        handlers |= dict.fromkeys(MISREAD, handlers[Exception]) | handlers
+    for kind, handler in list(handlers.items()):
+        handlers[kind] = as_chats_do(handler)
 
     @app.exception_handler(RequestValidationError)
     async def misread_request(request: Any, error: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -17,67 +16,38 @@ from typing import Any
 
 from npu_gptoss.frontend.structure import structure_of
 from npu_gptoss.harmony.encoding import ContextError, check_characters, check_length
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.server.shutdown import is_final, stopping_error
-from npu_gptoss.serving.compat.targets import (
-    COMPLETION_PROTOCOL,
-    ENGINE,
-    PROTOCOL,
-)
+from npu_gptoss.serving.compat.server.structures import OF_A_COMPLETION
+from npu_gptoss.serving.compat.targets import ENGINE, NEWER
 
 BEGINNING = "This model's maximum context length is "
-REFUSAL = "Error in preprocessing prompt inputs"  # vLLM's log message, with a traceback
 # the message of 0.23 and 0.33
 TOO_LONG = re.compile(r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.")
 
 
-@repair(
-    "completion-formats",
-    f"{PROTOCOL}:CompletionRequest.to_sampling_params",
-    upstream="vllm PR 26822",
-    until="vLLM reads response_format of completions, and refuses deprecated fields instead of dropping them",
-)
+UNTIL = "vLLM reads response_format of completions, and refuses deprecated fields instead of dropping them"
+METHOD = "CompletionRequest.to_sampling_params"
+
+
+@repair("completion-formats", f"vllm.entrypoints.openai.protocol:{METHOD}", upstream="vllm PR 26822", until=UNTIL)
+@repair("completion-formats", f"vllm.entrypoints.openai.completion.protocol:{METHOD}", releases=NEWER, until=UNTIL)
 def install_formats(module: ModuleType) -> None:
-    """`response_format` of type text, and json_schema without a schema, end the engine; other formats are dropped."""
-    expect_source(module.CompletionRequest.to_sampling_params, 'self.response_format.type == "json_object"')
-    _read_structures(module.CompletionRequest)
-
-
-@repair(
-    "completion-formats",
-    f"{COMPLETION_PROTOCOL}:CompletionRequest.to_sampling_params",
-    releases=("0.23", "0.33"),
-    until="vLLM reads response_format of completions, and refuses deprecated fields instead of dropping them",
-)
-def install_formats_0_23(module: ModuleType) -> None:
-    """`guided_json`, `guided_regex` and similar fields, which clients of vLLM have sent for years, are silently
-    dropped."""
-    expect_source(module.CompletionRequest.to_sampling_params, "structured_outputs=")
-    _read_structures(module.CompletionRequest)
-
-
-def _read_structures(request_class: type) -> None:
+    """On 0.11 `response_format` of type text, and json_schema without a schema, end the engine; other formats are
+    dropped, and later `guided_json`, `guided_regex` and similar fields, which clients have sent for years."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    @around(request_class, "to_sampling_params")
-    def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    expect_source(module.CompletionRequest.to_sampling_params, "structured_outputs=")
+
+    @around(module.CompletionRequest, "to_sampling_params")
+    def to_sampling_params(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = structure_of(self.model_dump(exclude_unset=True, by_alias=True))
         bare = self.model_copy(update={"response_format": None, "structured_outputs": None})
         params = original(bare, *args, **kwargs)
         params.structured_outputs = StructuredOutputsParams(**asked.fields) if asked else None
+        if asked:
+            setattr(params.structured_outputs, OF_A_COMPLETION, True)
         return params
-
-
-class OneLine(logging.Filter):
-    """Logs a client's mistake as a single line. A TypeError or RuntimeError keeps its traceback."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if record.msg == REFUSAL and isinstance(error, ValueError):
-            said = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(error)[:400])
-            record.msg, record.args, record.exc_info = "A request was refused: %s", (said,), None
-            record.levelno, record.levelname = logging.INFO, "INFO"
-        return True
 
 
 @repair(
@@ -92,37 +62,30 @@ def install_words(serving_engine: ModuleType) -> None:
     retry."""
     from vllm.entrypoints.renderer import CompletionRenderer
 
-    making = CompletionRenderer._create_tokens_prompt
-    expect_parameters(CompletionRenderer._tokenize, "self", "text", "max_length", "truncate_prompt_tokens")
-    expect_parameters(making, "self", "token_ids", "max_length")
-    expect_source(making, "This model's maximum context length is {max_length} tokens.")
-    expect_parameters(serving_engine.OpenAIServing.create_error_response, "self", "message")
+    expect_source(
+        CompletionRenderer._create_tokens_prompt, "This model's maximum context length is {max_length} tokens."
+    )
 
     @around(serving_engine.OpenAIServing, "create_error_response")
-    def create_error_response(original: Callable[..., Any], self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
+    def create_error_response(original: Original, self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         return _refusal(message) or _ended(message) or original(self, message, *args, **kwargs)
 
     @around(CompletionRenderer, "_tokenize")
     async def _tokenize(
-        original, self, text: str, max_length: int | None, truncate_prompt_tokens: int | None, *args: Any, **kwargs: Any
+        original: Original, self: Any, text: str, max_length: Any, truncate_prompt_tokens: Any, *args: Any, **rest: Any
     ) -> Any:
         if max_length is not None and truncate_prompt_tokens is None:
             check_characters(self.model_config.max_model_len, len(text))
-        return await original(self, text, max_length, truncate_prompt_tokens, *args, **kwargs)
+        return await original(self, text, max_length, truncate_prompt_tokens, *args, **rest)
 
     @around(CompletionRenderer, "_create_tokens_prompt")
     def _create_tokens_prompt(
-        original, self, token_ids: list[int], max_length: int | None = None, *args: Any, **kwargs: Any
+        original: Original, self: Any, token_ids: list[int], max_length: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         if max_length is not None:  # the context minus max_tokens
             limit = self.model_config.max_model_len
             check_length(limit, len(token_ids), limit - max_length)
         return original(self, token_ids, None, *args, **kwargs)
-
-    for name in ("completion", "tokenization"):
-        logger = logging.getLogger(f"vllm.entrypoints.openai.serving_{name}")
-        if not any(isinstance(known, OneLine) for known in logger.filters):
-            logger.addFilter(OneLine())
 
 
 Handler = Callable[[Any, Any], Any]

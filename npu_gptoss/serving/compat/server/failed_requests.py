@@ -12,14 +12,14 @@ own request. A request that could not be sent to the engine leaves no state behi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, words
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import ASYNC, LOGGERS, OUTPUTS
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASYNC, BOTH, LOGGERS
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -42,18 +42,19 @@ def failure(output: Any) -> Exception | None:
     return (RequestRefused if reason.startswith(REFUSED) else RequestFailed)(reason)
 
 
-@repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", releases=("0.11", "0.23"), until="0.33")
+@repair(
+    "request-outputs", "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", releases=BOTH, until="0.33"
+)
 def install_outputs(module: ModuleType) -> None:
     """An exception in one request's detokenizer, stop strings or log-probabilities ends all requests; if the engine
     core ended a request, its client gets no error."""
     processor = module.OutputProcessor
-    expect_parameters(processor.process_outputs, "engine_core_outputs", "engine_core_timestamp", "iteration_stats")
     expect_source(processor.process_outputs, "for engine_core_output in engine_core_outputs:", "reqs_to_abort.append(")
     expect_source(module.RequestOutputCollector.get, "if isinstance(output, Exception):\n raise output")
 
     @around(processor, "process_outputs")
     def process_outputs(
-        original: Callable[..., Any],
+        original: Original,
         self: Any,
         engine_core_outputs: Sequence[Any],
         engine_core_timestamp: Any = None,
@@ -118,17 +119,14 @@ def _end(
         outputs.append(state._new_request_output(request_id, parts, finished))
 
 
-@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", releases=("0.11",), until="0.23")
+@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", until="0.23")
 def install_sending(module: ModuleType) -> None:
     """A request that cannot be sent to the engine gets an empty error message, and its other samples go on."""
     engine = module.AsyncLLM
-    expect_parameters(engine.add_request, "self", "request_id", "prompt", "params")
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
 
     @around(engine, "add_request")
-    async def add_request(
-        original: Callable[..., Any], self: Any, request_id: str, *arguments: Any, **keywords: Any
-    ) -> Any:
+    async def add_request(original: Original, self: Any, request_id: str, *arguments: Any, **keywords: Any) -> Any:
         processor = self.output_processor
         if request_id in processor.request_states or request_id in processor.parent_requests:
             raise RequestRefused(
@@ -143,7 +141,7 @@ def install_sending(module: ModuleType) -> None:
             raise
 
 
-@repair("error-words", f"{ASYNC}:EngineGenerateError", releases=("0.11", "0.23"), until="0.33")
+@repair("error-words", f"{ASYNC}:EngineGenerateError", releases=BOTH, until="0.33")
 def install_words(module: ModuleType) -> None:
     """A request that ends with an unexpected error gets an empty error message."""
     expect_source(module.AsyncLLM.generate, "except ValueError", "raise EngineGenerateError() from e")
@@ -157,14 +155,13 @@ def install_words(module: ModuleType) -> None:
     replace(module, "EngineGenerateError", EngineGenerateError)
 
 
-@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", releases=("0.11", "0.23"), until="0.33")
+@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", releases=BOTH, until="0.33")
 def install_statistics(module: ModuleType) -> None:
     """If a statistics logger rejects a number of one request, the task that answers all requests ends."""
     manager = module.StatLoggerManager
-    expect_parameters(manager.record, "self", "scheduler_stats", "iteration_stats")
 
     @around(manager, "record")
-    def record(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
+    def record(original: Original, self: Any, *arguments: Any, **keywords: Any) -> None:
         try:
             original(self, *arguments, **keywords)
         except Exception:

@@ -20,13 +20,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.serving.compat.engine.failed_requests import STEP_BEGAN
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import ASYNC, CLIENT, CORE, EXECUTOR
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+from npu_gptoss.serving.compat.targets import ASYNC, BOTH, CORE
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -65,25 +65,21 @@ class Pulse:
         return ""
 
 
-@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", releases=("0.11", "0.23"), until="0.33")
+@repair("engine-pulse-client", "vllm.v1.engine.core_client:MPClient.__init__", releases=BOTH, until="0.33")
 def install_client(core_client: ModuleType) -> None:
     """Same as engine-pulse, in the server's process."""
     client = core_client.MPClient
-    expect_parameters(client.__init__, "self", "asyncio_mode", "vllm_config")
     expect_source(client.__init__, "self.utility_results: dict[int, AnyFuture] = {}")
-    expect_source(
-        core_client._process_utility_output,
-        "future = utility_results.pop(output.call_id)",
-        "future.set_result(output.result.result)",
-    )
+    answers = core_client._process_utility_output
+    expect_source(answers, "utility_results.pop(output.call_id)", "future.set_result(output.result.result)")
 
     @around(client, "__init__")
-    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.npu_gptoss_pulse = Pulse(self.utility_results)
 
 
-@repair("health", f"{ASYNC}:AsyncLLM.check_health", releases=("0.11", "0.23"), until="0.33")
+@repair("health", f"{ASYNC}:AsyncLLM.check_health", releases=BOTH, until="0.33")
 def install_health(async_llm: ModuleType) -> None:
     """/health answers 200 for an engine that is stopped or hangs."""
     from vllm import envs as vllm_envs
@@ -99,7 +95,7 @@ def install_health(async_llm: ModuleType) -> None:
     expect_source(engine.check_health, "if self.errored: raise self.dead_error")
 
     @around(engine, "check_health")
-    async def check_health(original: Callable[..., Awaitable[None]], self: Any) -> None:
+    async def check_health(original: Original, self: Any) -> None:
         await original(self)
         pulse = getattr(self.engine_core, "npu_gptoss_pulse", None)
         if pulse is None:
@@ -138,7 +134,7 @@ def _beat(reference: Callable[[], Any]) -> None:
 @repair(
     "engine-pulse",
     f"{CORE}:EngineCoreProc.__init__ .process_output_sockets ._send_engine_dead",
-    releases=("0.11", "0.23"),
+    releases=BOTH,
     until="0.33",
 )
 def install_engine(core: ModuleType) -> None:
@@ -149,38 +145,34 @@ def install_engine(core: ModuleType) -> None:
     expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
 
     @around(proc, "process_output_sockets")
-    def process_output_sockets(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    def process_output_sockets(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the engine's output thread, from the end of the constructor on."""
         threading.Thread(target=_beat, args=(weakref.ref(self),), name="npu-gptoss pulse", daemon=True).start()
         original(self, *args, **kwargs)
 
     @around(proc, "_send_engine_dead")
-    def _send_engine_dead(original: Callable[..., None], self: Any) -> None:
+    def _send_engine_dead(original: Original, self: Any) -> None:
         error = sys.exc_info()[1]
         _tell(self, "" if error is None else f"{type(error).__name__}: {error}"[:1000])
         original(self)
 
-    around(proc, "__init__")(_within_parent)
-    become_child()  # a spawned engine loads this after its constructor has begun
+    _keep_within_parent(proc)
 
 
-def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wraps the constructor of an engine or a worker."""
-    become_child()
-    original(self, *args, **kwargs)
-
-
-@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", releases=("0.11", "0.23"), until="0.33")
+@repair("worker-parent", "vllm.v1.executor.multiproc_executor:WorkerProc.__init__", releases=BOTH, until="0.33")
 def install_worker(executor: ModuleType) -> None:
     """A worker that hangs in an operation outlives an engine that was killed, and keeps its device; Ctrl-C in the
     server's terminal ends it before the requests in flight."""
-    expect_parameters(executor.WorkerProc.__init__, "self", "vllm_config", "rank")
+    _keep_within_parent(executor.WorkerProc)
 
-    @around(executor.WorkerProc, "__init__")
-    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        _within_parent(original, self, *args, **kwargs)
 
-    become_child()
+def _keep_within_parent(proc: type) -> None:
+    @around(proc, "__init__")
+    def __init__(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+        become_child()
+        original(self, *args, **kwargs)
+
+    become_child()  # a spawned process loads this after its constructor has begun
 
 
 @functools.cache

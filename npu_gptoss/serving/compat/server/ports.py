@@ -1,4 +1,4 @@
-"""Chooses ports that stay free until vLLM listens on them.
+"""The server's own port, which no other server may share, and ports that stay free until vLLM listens on them.
 
 vLLM asks the system for a free port, closes it, and binds it again seconds later in another process; each group of
 ranks finds its store by such a port. The system chooses from the range that it also uses for outgoing connections and
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from npu_gptoss.serving.compat.patch import around, expect_source, repair
+from npu_gptoss import envs
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+from npu_gptoss.serving.compat.targets import API_SERVER, BOTH
 
 RANGE = range(20_000, 30_000)  # above HCCL's 16666 and its kin, below Kubernetes' NodePort, which starts at 30000
 _GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768\t60999" by default
@@ -47,6 +49,30 @@ def install(module: ModuleType) -> None:
     expect_source(module.get_open_port, "_get_open_port()")
 
     @around(module, "_get_open_port")
-    def _get_open_port(original: Callable[[], int]) -> int:
+    def _get_open_port(original: Original) -> int:
         asked = envs.VLLM_PORT is not None
         return original() if asked else quiet_port() or original()
+
+
+@repair("server-port", f"{API_SERVER}:create_server_socket", releases=BOTH, until="0.33")
+def install_port(api_server: ModuleType) -> None:
+    """Two servers can listen on the same port, and each gets some of the requests."""
+    expect_source(api_server.create_server_socket, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")
+
+    @around(api_server, "create_server_socket")
+    def create_server_socket(original: Original, addr: tuple[str, int]) -> socket.socket:
+        try:
+            envs.get("NPU_GPTOSS_DRAIN_SECONDS")  # refuses a wrong value now, not at the server's end
+        except InputError as error:
+            raise SystemExit(str(error)) from None
+        family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(addr)
+            except OSError as error:
+                raise SystemExit(
+                    f"vllm serve: the server cannot listen on {addr[0] or 'any address'} port {addr[1]}: "
+                    f"{error.strerror}. Choose another with --port, or another address with --host."
+                ) from None
+        return original(addr)

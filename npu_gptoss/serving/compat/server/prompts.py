@@ -3,81 +3,123 @@
 vLLM encodes with openai-harmony's tokenizer, in the server's event loop. Its time is quadratic in the length of a run
 of one character: 64 000 dashes take 3.5 s, and the longest body takes hours, in which no request is answered. vLLM also
 renders a conversation differently from the front end's chats, so /tokenize and /render would count the tokens of
-another prompt.
+another prompt. Its encoding needs the network; ours does not (`harmony/library.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
-from openai_harmony import Message
+import openai_harmony
 
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import (
-    BATCH_SERVING,
-    RENDERER,
-    RENDERER_0_23,
-    SCORING,
-    TOKENIZATION,
-    TOKENIZATION_LATER,
+from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving.compat.patch import Original, around, either, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.server import handlers
+from npu_gptoss.serving.compat.targets import ENGINE, NEWER, RENDERER, RENDERER_0_23, TOKENIZATION_LATER
+
+UPSTREAM = "vllm issues 22525 and 57099"
+RENDERED = "vLLM renders harmony as the published template does"
+
+
+@repair(
+    "harmony-vocabulary",
+    f"{ENGINE}:OpenAIServing.__init__",
+    "vllm.entrypoints.harmony_utils:_harmony_encoding",
+    upstream=UPSTREAM,
+    until="0.33",
 )
+@repair(
+    "harmony-vocabulary",
+    f"{RENDERER_0_23}:OpenAIServingRender.__init__",
+    "vllm.entrypoints.openai.parser.harmony_utils:_harmony_encoding",
+    releases="0.23",
+    upstream=UPSTREAM,
+    until="0.33",
+)
+def install_vocabulary(module: ModuleType) -> None:
+    """openai-harmony downloads its vocabulary when its encoding is loaded: a server without network does not start, or
+    answers every chat with 500."""
+    if module.__name__ == ENGINE:
+        from vllm.entrypoints import harmony_utils
+    else:
+        from vllm.entrypoints.openai.parser import harmony_utils
+    # its objects are created before vLLM loads the encoding, which it keeps in a variable
+    serving = getattr(module, either(module, "OpenAIServingRender", "OpenAIServing"))
+    expect_parameters(serving.__init__, "self", "model_config")
+    expect_source(harmony_utils.get_encoding, "if _harmony_encoding is None:", "load_harmony_encoding(")
+    takes = inspect.signature(serving.__init__)
+
+    @around(serving, "__init__")
+    def __init__(original: Original, *args: Any, **kwargs: Any) -> None:
+        from npu_gptoss.serving.openai.engine import prepare
+
+        model_config = takes.bind(*args, **kwargs).arguments["model_config"]
+        if getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE:
+            prepare(model_config)  # takes seconds, at the start and not in the first request
+        original(*args, **kwargs)
+
+    replace(harmony_utils, "_harmony_encoding", LinearEncoding())
+
+
+class LinearEncoding(openai_harmony.HarmonyEncoding):
+    """openai-harmony's encoding, loaded when it is first used."""
+
+    def __init__(self) -> None:
+        pass
+
+    @functools.cached_property
+    def _inner(self) -> Any:
+        from npu_gptoss.harmony.library import load_encoding
+
+        return load_encoding()._inner
+
+    def render_conversation_for_completion(self, conversation: Any, *_: Any, **__: Any) -> list[int]:
+        from npu_gptoss.serving.openai.engine import served_encoder
+
+        return served_encoder().encode(conversation.messages)
 
 
 @repair(
     "linear-encoding",
     f"{RENDERER}:render_for_completion",
-    releases=("0.33",),
+    releases="0.33",
     upstream="openai/harmony issue 79 (open)",
     until="openai/harmony issue 79 is repaired",
 )
 def install_encoding(renderer: ModuleType) -> None:
     """Encoding a conversation with a long run of one character blocks the server for hours."""
-    expect_parameters(renderer.render_for_completion, "messages")
     expect_source(renderer.render_for_completion, "encoding = get_encoding()")
 
-    def render_for_completion(messages: list[Message]) -> list[int]:
+    @around(renderer, "render_for_completion")
+    def render_for_completion(_: Original, messages: list[openai_harmony.Message]) -> list[int]:
         from npu_gptoss.serving.openai.engine import served_encoder
 
         return served_encoder().encode(messages)
 
-    replace(renderer, "render_for_completion", render_for_completion)
+
+RENDERS = "._make_request_with_harmony .render_chat"
 
 
-@repair(
-    "one-prompt",
-    f"{RENDERER_0_23}:OpenAIServingRender._make_request_with_harmony .render_chat",
-    releases=("0.23",),
-    until="vLLM renders harmony as the published template does",
-)
-def install_renderer_0_23(module: ModuleType) -> None:
-    """The routes that render a conversation show another prompt than the chat's."""
-    _render_as_chats_do(module.OpenAIServingRender)
-
-
-@repair(
-    "one-prompt",
-    f"{RENDERER}:OnlineRenderer._make_request_with_harmony .render_chat",
-    releases=("0.33",),
-    until="vLLM renders harmony as the published template does",
-)
-def install_renderer_0_33(module: ModuleType) -> None:
+@repair("one-prompt", f"{RENDERER_0_23}:OpenAIServingRender{RENDERS}", releases="0.23", until=RENDERED)
+@repair("one-prompt", f"{RENDERER}:OnlineRenderer{RENDERS}", releases="0.33", until=RENDERED)
+def install_renderer(module: ModuleType) -> None:
     """The routes that render a conversation, such as /tokenize, show another prompt than the chat's."""
-    _render_as_chats_do(module.OnlineRenderer)
-
-
-def _render_as_chats_do(renderer: type) -> None:
-    making = renderer._make_request_with_harmony
-    expect_parameters(making, "self", "request", "should_include_tools")
-    expect_source(making, "engine_input = tokens_input(prompt_token_ids, cache_salt=request.cache_salt)")
-    expect_parameters(renderer.render_chat, "self", "request", "skip_mm_cache")
+    renderer = getattr(module, either(module, "OnlineRenderer", "OpenAIServingRender"))
+    expect_source(
+        renderer._make_request_with_harmony,
+        "engine_input = tokens_input(prompt_token_ids, cache_salt=request.cache_salt)",
+    )
+    expect_parameters(renderer.render_chat, "skip_mm_cache")
 
     @around(renderer, "_make_request_with_harmony")
     def _make_request_with_harmony(
-        original: Callable[..., Any], self: Any, request: Any, should_include_tools: bool = True
+        original: Original, self: Any, request: Any, should_include_tools: bool = True
     ) -> tuple[list[Any], list[Any]]:
         from vllm.inputs import tokens_input
 
@@ -94,70 +136,41 @@ def _render_as_chats_do(renderer: type) -> None:
         return asked.conversation, [tokens_input(prompt, cache_salt=request.cache_salt)]
 
     @around(renderer, "render_chat")
-    async def render_chat(original: Callable[..., Any], self: Any, request: Any, **options: Any) -> Any:
+    async def render_chat(original: Original, self: Any, request: Any, **options: Any) -> Any:
         return await _beside(request, lambda: original(self, request, **options))
 
 
 @repair(
     "batch-encoding",
-    f"{BATCH_SERVING}:OpenAIServingChatBatch.create_batch_chat_completion",
-    releases=("0.23", "0.33"),
-    until="vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)",
+    "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
+    releases=NEWER,
+    until=handlers.UNTIL,
 )
 def install_batch(module: ModuleType) -> None:
     """vLLM's own code reads the conversations of a batch, and encodes them in the server's event loop."""
-    serving = module.OpenAIServingChatBatch
-    expect_parameters(serving.create_batch_chat_completion, "self", "request", "raw_request")
 
-    @around(serving, "create_batch_chat_completion")
-    async def create_batch_chat_completion(
-        original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None
-    ) -> Any:
+    @around(module.OpenAIServingChatBatch, "create_batch_chat_completion")
+    async def create(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
         from npu_gptoss.serving.openai import chat
 
         return await chat.create_batch(original, self, request, raw_request)
 
 
-@repair(
-    "tokenize-prompt",
-    f"{TOKENIZATION}:OpenAIServingTokenization.create_tokenize",
-    until="vLLM renders harmony as the published template does",
-)
+TOKENIZES = "Tokenization.create_tokenize"
+
+
+@repair("tokenize-prompt", f"vllm.entrypoints.openai.serving_tokenization:OpenAIServing{TOKENIZES}", until=RENDERED)
+@repair("tokenize-prompt", f"{TOKENIZATION_LATER}:OpenAIServing{TOKENIZES}", releases="0.23", until=RENDERED)
+@repair("tokenize-prompt", f"{TOKENIZATION_LATER}:Serving{TOKENIZES}", releases="0.33", until=RENDERED)
 def install_tokenize(module: ModuleType) -> None:
-    """/tokenize with messages renders the Jinja template, whose tokens differ from the chat's."""
-    _tokenize_as_chats_do(module)
-
-
-@repair(
-    "tokenize-prompt",
-    f"{TOKENIZATION_LATER}:OpenAIServingTokenization.create_tokenize",
-    releases=("0.23",),
-    until="vLLM renders harmony as the published template does",
-)
-def install_tokenize_0_23(module: ModuleType) -> None:
-    """/tokenize with messages renders the Jinja template, whose tokens differ from the chat's."""
-    _tokenize_as_chats_do(module)
-
-
-@repair(
-    "tokenize-prompt",
-    f"{TOKENIZATION_LATER}:ServingTokenization.create_tokenize",
-    releases=("0.33",),
-    until="vLLM renders harmony as the published template does",
-)
-def install_tokenize_0_33(module: ModuleType) -> None:
-    """With request logging, /tokenize refuses a conversation with calls: writing the log consumes the calls."""
-    _tokenize_as_chats_do(module)
-
-
-def _tokenize_as_chats_do(module: ModuleType) -> None:
-    serving = getattr(module, "OpenAIServingTokenization", None) or module.ServingTokenization
-    expect_parameters(serving.create_tokenize, "self", "request", "raw_request")
-    made = "token_strs=token_strs"
-    expect_source(serving.create_tokenize, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)", made)
+    """/tokenize with messages renders the Jinja template, whose tokens differ from the chat's. With request logging,
+    0.33 refuses a conversation with calls: writing the log consumes the calls."""
+    serving = getattr(module, either(module, "OpenAIServingTokenization", "ServingTokenization"))
+    expect_source(serving.create_tokenize, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)")
+    expect_source(serving.create_tokenize, "token_strs=token_strs")
 
     @around(serving, "create_tokenize")
-    async def create_tokenize(original: Callable[..., Any], self: Any, request: Any, raw_request: Any) -> Any:
+    async def create(original: Original, self: Any, request: Any, raw_request: Any) -> Any:
         from npu_gptoss.serving.openai import chat
 
         return await chat.tokenize(module, original, self, request, raw_request)
@@ -165,21 +178,20 @@ def _tokenize_as_chats_do(module: ModuleType) -> None:
 
 @repair(
     "scoring-prompts",
-    f"{SCORING}:ServingGenerativeScoring._build_prompts",
-    releases=("0.33",),
+    "vllm.entrypoints.generate.generative_scoring.serving:ServingGenerativeScoring._build_prompts",
+    releases="0.33",
     until="vLLM tokenizes scoring prompts outside of its event loop",
 )
 def install_scoring(serving: ModuleType) -> None:
     """/generative_scoring encodes its texts in the event loop, and copies the query for each item: a long query with
     many items blocks every request for seconds."""
     scoring = serving.ServingGenerativeScoring
-    expect_parameters(scoring._build_prompts, "self", "request", "tokenizer", "max_model_len")
     expect_source(scoring._build_prompts, "prompt_token_ids = query_token_ids + item_token_ids")
 
     one = ThreadPoolExecutor(1, "scoring")  # vLLM copies its tokenizer for each thread, and keeps the copies
 
     @around(scoring, "_build_prompts")
-    async def _build_prompts(original: Callable[..., Any], *args: Any) -> Any:
+    async def _build_prompts(original: Original, *args: Any) -> Any:
         # the original never waits
         return await asyncio.get_running_loop().run_in_executor(one, lambda: asyncio.run(original(*args)))
 

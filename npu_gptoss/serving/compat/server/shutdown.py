@@ -1,8 +1,7 @@
 """Ends the server with an error message for clients, a time limit for requests in flight, and an exit status.
 
-At a signal, vLLM 0.11.0 ends the engine first and then waits for the connections without a limit: the requests in
-flight are never answered. 0.23.0 ends them at once, without a reason. Both report the engine's death as a regular end
-(exit status 0), and open their port so that a second server on it gets half of the requests.
+At a signal, vLLM 0.11.0 ends the engine first and then waits for the connections without a limit; 0.23.0 ends the
+requests in flight at once, without a reason. Both report the engine's death as a regular end (exit status 0).
 
 Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends the rest with an
 error, and only then ends the engine. A second signal ends everything at once. Of several API servers (0.23's
@@ -17,20 +16,13 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
-from npu_gptoss.errors import InputError
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import (
-    API_SERVER,
-    LAUNCHER,
-    MANAGERS,
-    SERVERS,
-)
+from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import BOTH, SERVERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -67,27 +59,18 @@ def is_final(error: object) -> bool:
     return isinstance(error, EngineDeadError)
 
 
-def _told_once(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], stopping_error()))
-
-
-# -- the server -------------------------------------------------------------------------------------------------------
-
-
-@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", releases=("0.11", "0.23"), until="0.33")
+@repair("server-end", "vllm.entrypoints.launcher:serve_http watchdog_loop", releases=BOTH, until="0.33")
 def install_server(launcher: ModuleType) -> None:
     """A signal ends the engine before the server, so that requests in flight are not answered (0.11: and the server
     waits for them without a limit) or end without a reason; the engine's death gives exit status 0."""
     serve = launcher.serve_http
-    expect_parameters(serve, "app", "sock", "uvicorn_kwargs")
+    expect_parameters(serve, "sock", "uvicorn_kwargs")
     expect_source(serve, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
     expect_source(serve, "uvicorn.Config(app, **uvicorn_kwargs)", "watchdog_loop(server, app.state.engine_client)")
     expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
 
     @around(launcher, "serve_http", copies=SERVERS)
-    async def serve_http(
-        original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
-    ) -> Coroutine:
+    async def serve_http(original: Original, app: FastAPI, *args: Any, **kwargs: Any) -> Coroutine:
         engine = app.state.engine_client
         # 0.23's own --shutdown-timeout has the same meaning
         own = getattr(engine.vllm_config, "shutdown_timeout", 0) - LAST_WORDS
@@ -108,7 +91,7 @@ def install_server(launcher: ModuleType) -> None:
         return _died(engine) if engine.errored else _nothing()
 
     @around(launcher, "watchdog_loop")
-    async def watchdog_loop(_: Callable[..., Awaitable[None]], server: Any, engine: EngineClient) -> None:
+    async def watchdog_loop(_: Original, server: Any, engine: EngineClient) -> None:
         while True:
             await asyncio.sleep(WATCH)
             launcher.terminate_if_errored(server, engine)
@@ -135,10 +118,6 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
         count,
         drain,
     )
-    from npu_gptoss.serving.releases.vllm import TALKATIVE
-
-    for name in TALKATIVE:
-        logging.getLogger(name).addFilter(_told_once)
     ending = asyncio.ensure_future(shutdown)
     await asyncio.wait({ending}, timeout=drain)
     while not ending.done():  # more than once: a request may have been on its way to the engine
@@ -162,16 +141,15 @@ def _at_once(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
-@repair("servers-end", f"{MANAGERS}:APIServerProcessManager.shutdown", releases=("0.23",), until="0.33")
+@repair("servers-end", "vllm.v1.utils:APIServerProcessManager.shutdown", releases="0.23", until="0.33")
 def install_servers(managers: ModuleType) -> None:
     """A signal kills all of several API servers, and their requests are not answered."""
     manager = managers.APIServerProcessManager
-    expect_parameters(manager.shutdown, "self", "timeout")
     expect_parameters(manager.__init__, "self", "sock")
     expect_source(managers.shutdown, "proc.terminate()", "proc.join(remaining)", "kill_process_tree(pid)")
 
     @around(manager, "shutdown")
-    def shutdown(original: Callable[..., None], self: Any, timeout: float | None = None) -> None:
+    def shutdown(original: Original, self: Any, timeout: float | None = None) -> None:
         for number in SIGNALS:
             signal.signal(number, _at_once)
         self.sock.close()  # else the kernel accepts connections that no server answers
@@ -198,32 +176,3 @@ async def _died(engine: Any) -> None:
     cause = "".join(c if c.isprintable() else " " for c in _cause(engine))
     logger.error("npu-gptoss: the engine died: %s. The server ends with exit status %d.", cause, STATUS)
     raise SystemExit(STATUS)
-
-
-# -- the port ---------------------------------------------------------------------------------------------------------
-
-
-@repair("server-port", f"{API_SERVER}:create_server_socket", releases=("0.11", "0.23"), until="0.33")
-def install_port(api_server: ModuleType) -> None:
-    """Two servers can listen on the same port, and each gets some of the requests."""
-    create = api_server.create_server_socket
-    expect_parameters(create, "addr")
-    expect_source(create, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")
-
-    @around(api_server, "create_server_socket")
-    def create_server_socket(original: Callable[..., socket.socket], addr: tuple[str, int]) -> socket.socket:
-        try:
-            envs.get("NPU_GPTOSS_DRAIN_SECONDS")  # refuses a wrong value now, not at the server's end
-        except InputError as error:
-            raise SystemExit(str(error)) from None
-        family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(addr)
-            except OSError as error:
-                raise SystemExit(
-                    f"vllm serve: the server cannot listen on {addr[0] or 'any address'} port {addr[1]}: "
-                    f"{error.strerror}. Choose another with --port, or another address with --host."
-                ) from None
-        return original(addr)

@@ -16,10 +16,20 @@ from npu_gptoss import envs
 from npu_gptoss.serving.admission.bounded import Bounded
 from npu_gptoss.serving.admission.refusal import escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace, stock
-from npu_gptoss.serving.compat.targets import ASYNC, BASE_PROTOCOL, ENGINE_PROTOCOL, PARSERS, PROCESSOR, SAMPLING_PARAMS
+from npu_gptoss.serving.compat.patch import (
+    Original,
+    around,
+    either,
+    expect_parameters,
+    expect_source,
+    repair,
+    replace,
+    stock,
+    vllms_own,
+)
+from npu_gptoss.serving.compat.targets import ASYNC, NEWER, PARSERS, SAMPLING_PARAMS
 from npu_gptoss.serving.releases import here
-from npu_gptoss.serving.releases.vllm import load_tokenizer, structure_key, validate_structure
+from npu_gptoss.serving.releases.vllm import VALIDATION_ARGUMENTS, load_tokenizer, structure_key, validate_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,6 +38,8 @@ if TYPE_CHECKING:
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of which a structure has one
 STRUCTURE = (*KINDS, "whitespace_pattern")
 SWITCHES = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+
+OF_A_COMPLETION = "_npu_gptoss_of_a_completion"  # of a structure: the output is a plain text, no harmony turn
 
 _structures: Structures | None = None  # of this process's server
 
@@ -97,11 +109,7 @@ class StructureCompiler:
         if (matcher := getattr(grammar, "ll_matcher", None)) is not None and matcher.get_error():
             raise ValueError(matcher.get_error())
         grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)  # the first step too
-        return {
-            "backend": wanted._backend,
-            "automatic": wanted._backend_was_auto,
-            "fields": structure_of(wanted),
-        }
+        return {"backend": wanted._backend, "automatic": wanted._backend_was_auto, "fields": structure_of(wanted)}
 
 
 def checked(vllm_config: VllmConfig, tokenizer: Any = None) -> Structures:
@@ -138,83 +146,52 @@ def _validate(original: Callable[[], None], params: SamplingParams) -> None:
     wanted._backend, wanted._backend_was_auto = verdict.backend, verdict.automatic
 
 
+UNTIL = "vLLM compiles structures outside of its API server"
+VALIDATES = "_validate_structured_output", "_validate_structured_outputs"
+
+
 @repair(
     "structure-verdicts",
-    f"{PROCESSOR}:Processor._validate_structured_output",
+    f"vllm.v1.engine.processor:Processor.{VALIDATES[0]}",
     upstream="CVE-2026-55574, fixed in 0.24.0",
-    until="vLLM compiles structures outside of its API server",
+    until=UNTIL,
 )
+@repair("structure-verdicts", f"{SAMPLING_PARAMS}:SamplingParams.{VALIDATES[1]}", releases=NEWER, until=UNTIL)
 def install_verdicts(module: ModuleType) -> None:
     """vLLM parses a client's regular expressions, grammars and schemas in the API server; some crash it, and others
     block it for ever."""
-    validate = module.Processor._validate_structured_output
-    expect_parameters(validate, "self", "params")
-    expect_source(validate, "params.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(params)")
+    owner = module.SamplingParams if module.__name__ == SAMPLING_PARAMS else module.Processor
+    name = either(owner, *VALIDATES)
+    validate = vllms_own(owner, name)
+    params = "self" if owner is module.SamplingParams else "params"
+    expect_parameters(validate, *VALIDATION_ARGUMENTS)  # `validate_structure` passes them
+    expect_source(validate, f"{params}.structured_outputs._backend_was_auto = True")
+    expect_source(validate, f"validate_xgrammar_grammar({params})")
 
-    @around(module.Processor, "_validate_structured_output")
-    def _validate_structured_output(original: Callable[..., None], self: Any, params: SamplingParams) -> None:
-        _validate(lambda: original(self, params), params)
+    def checked(*arguments: Any) -> None:
+        """`arguments`: as vLLM's, SamplingParams first, or behind the Processor of 0.11."""
+        _validate(lambda: validate(*arguments), arguments[name == VALIDATES[0]])
 
-
-@repair(
-    "structure-verdicts",
-    f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs",
-    releases=("0.23",),
-    until="vLLM compiles structures outside of its API server",
-)
-def install_verdicts_of_params_0_23(module: ModuleType) -> None:
-    """vLLM parses a client's grammars, schemas and regular expressions in the API server, where some block all
-    requests; vllm-ascend refuses structures for another backend than the first request's."""
-    from npu_gptoss.serving.releases.vllm_0_23 import vllms_own
-
-    _have_verdicts(module, vllms_own(module.SamplingParams, "_validate_structured_outputs"))
+    replace(owner, name, checked)
 
 
-@repair(
-    "structure-verdicts",
-    f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs",
-    releases=("0.33",),
-    until="vLLM compiles structures outside of its API server",
-)
-def install_verdicts_of_params(module: ModuleType) -> None:
-    """vLLM parses a client's grammars, schemas and regular expressions in the API server, where some block all
-    requests; a structure that parses may still end the engine when it is compiled there."""
-    validate = module.SamplingParams._validate_structured_outputs
-    expect_parameters(validate, "model_config")  # `validate_structure` in serving/releases passes it
-    _have_verdicts(module, validate)
-
-
-def _have_verdicts(module: ModuleType, validate: Callable[..., None]) -> None:
-    expect_parameters(validate, "self", "structured_outputs_config", "tokenizer")
-    expect_source(validate, "self.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(self)")
-
-    def _validate_structured_outputs(self: SamplingParams, *args: Any) -> None:
-        _validate(lambda: validate(self, *args), self)
-
-    replace(module.SamplingParams, "_validate_structured_outputs", _validate_structured_outputs)
-
-
-@repair(
-    "structure-requests",
-    f"{ASYNC}:AsyncLLM.add_request",
-    releases=("0.23", "0.33"),
-    until="vLLM compiles structures outside of its API server",
-)
+@repair("structure-requests", f"{ASYNC}:AsyncLLM.add_request", releases=NEWER, until=UNTIL)
 def install_requests(module: ModuleType) -> None:
     """A structure from a route without an earlier check, such as /inference/v1/generate, is parsed in the API server
-    and compiled in the engine without a limit."""
+    and compiled in the engine without a limit. On 0.23 a structure of /v1/completions is never applied: the engine
+    waits for the end of a reasoning, and a completion has none."""
     from vllm.exceptions import VLLMValidationError
 
     unavailable = here().module("vllm").unavailable
-
-    expect_parameters(module.AsyncLLM.add_request, "self", "request_id", "prompt", "params")
+    expect_parameters(module.AsyncLLM.add_request, "reasoning_ended")
     expect_source(module.AsyncLLM.add_request, "self.input_processor.process_inputs(")
 
     @around(module.AsyncLLM, "add_request")
     async def add_request(
-        original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **keywords: Any
+        original: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **keywords: Any
     ) -> Any:
-        wanted = structure_of(getattr(params, "structured_outputs", None))
+        structure = getattr(params, "structured_outputs", None)
+        wanted = structure_of(structure)
         if wanted and _structures is not None:
             verdict = await _structures.verdict(wanted)
             if verdict.error is not None:
@@ -222,49 +199,42 @@ def install_requests(module: ModuleType) -> None:
                 if verdict.lasting:
                     raise VLLMValidationError(said, parameter="structured_outputs")
                 raise unavailable(said)
+        if wanted and getattr(structure, OF_A_COMPLETION, False) and keywords.get("reasoning_ended") is None:
+            keywords["reasoning_ended"] = True
         return await original(self, request_id, prompt, params, *args, **keywords)
 
 
 @repair(
     "structure-tags",
     f"{PARSERS}:_xgrammar_supports",
-    f"{BASE_PROTOCOL}:validate_structural_tag_payload",
-    releases=("0.33",),
-    until="vLLM compiles structures outside of its API server",
+    "vllm.entrypoints.generate.base.protocol:validate_structural_tag_payload",
+    releases="0.33",
+    until=UNTIL,
+)
+@repair(
+    "structure-tags",
+    "vllm.entrypoints.openai.engine.protocol:validate_structural_tag_payload",
+    releases="0.23",
+    until=UNTIL,
 )
 def install_tags(module: ModuleType) -> None:
     """vLLM parses structural tags, and structures sent with tools, in the API server while it reads a request."""
-    from vllm.entrypoints.generate.base import protocol
+    protocol = module
+    if module.__name__ == PARSERS:
+        from vllm.entrypoints.generate.base import protocol
 
-    expect_parameters(module._xgrammar_supports, "structured_outputs")
-    expect_source(module._xgrammar_supports, "validate_xgrammar_grammar(")
+        expect_source(module._xgrammar_supports, "validate_xgrammar_grammar(")
 
-    @around(module, "_xgrammar_supports")
-    def _xgrammar_supports(original: Callable[..., bool], structured_outputs: StructuredOutputsParams) -> bool:
-        verdict = _known(structured_outputs)
-        return original(structured_outputs) if verdict is None else verdict.backend == "xgrammar"
+        @around(module, "_xgrammar_supports")
+        def _xgrammar_supports(original: Original, structured_outputs: StructuredOutputsParams) -> bool:
+            verdict = _known(structured_outputs)
+            return original(structured_outputs) if verdict is None else verdict.backend == "xgrammar"
 
-    _leave_tags(protocol)
-
-
-@repair(
-    "structure-tags",
-    f"{ENGINE_PROTOCOL}:validate_structural_tag_payload",
-    releases=("0.23",),
-    until="vLLM compiles structures outside of its API server",
-)
-def install_tags_0_23(protocol: ModuleType) -> None:
-    """vLLM parses structural tags in the API server while it reads a request."""
-    _leave_tags(protocol)
-
-
-def _leave_tags(protocol: ModuleType) -> None:
-    expect_parameters(protocol.validate_structural_tag_payload, "payload", "parameter")
     expect_source(protocol.validate_structural_tag_response_format, "validate_structural_tag_payload(payload,")
     expect_source(protocol.validate_structured_outputs_structural_tag, "validate_structural_tag_payload(")
 
     @around(protocol, "validate_structural_tag_payload")
-    def validate_structural_tag_payload(original: Callable[..., None], payload: Any, *, parameter: str) -> None:
+    def validate_structural_tag_payload(original: Original, payload: Any, *, parameter: str) -> None:
         """If the child process runs, it checks the engine's request in any case."""
         if _structures is None or not isinstance(payload, str):
             original(payload, parameter=parameter)

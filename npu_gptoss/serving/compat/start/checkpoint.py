@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, Refusal
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import ARGUMENTS
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
@@ -28,8 +26,8 @@ _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name
 
 @repair(
     "checkpoint-check",
-    f"{ARGUMENTS}:EngineArgs.__post_init__ .create_engine_config",
-    releases=("0.11", "0.23", "0.33"),
+    "vllm.engine.arg_utils:EngineArgs.__post_init__ .create_engine_config",
+    releases="0.11 0.23 0.33",
     until="vLLM checks a checkpoint before it starts an engine, and asks plugins which model to use",
 )
 def install_check(module: ModuleType) -> None:
@@ -39,17 +37,16 @@ def install_check(module: ModuleType) -> None:
     The wrapper also decides between our model and vLLM's own (`serving/aside.py`).
     """
     owner = module.EngineArgs
-    expect_parameters(owner.create_engine_config, "usage_context", "headless")
     expect_source(owner.create_engine_config, "maybe_override_with_speculators(", "self.create_model_config()")
 
     @around(owner, "__post_init__")
-    def __post_init__(original: Callable[..., None], self: EngineArgs) -> None:
+    def __post_init__(original: Original, self: EngineArgs) -> None:
         if self.model.startswith(_PATHS) and not os.path.exists(self.model):  # noqa: PTH110  # never raises
             raise InputError(f"{self.model}: expected a checkpoint's directory, but there is none. Check the path.")
         original(self)  # looks it up in the hub's cache
 
     @around(owner, "create_engine_config")
-    def create_engine_config(original: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
+    def create_engine_config(original: Original, self: EngineArgs, *args: Any, **options: Any) -> Any:
         from npu_gptoss.serving import aside, limits
         from npu_gptoss.serving.releases.vllm import current_platform
 
@@ -110,31 +107,15 @@ def check_tokenizer_of_hub(model_config: ModelConfig) -> None:
     """Checks a tokenizer from a hub. vLLM would end with a panic of the library, at the start or at a request; an id
     beyond the vocabulary would end the engine at the first request with it."""
     from npu_gptoss.model.config_fields import MODEL_TYPE
-    from npu_gptoss.tokenizer import FILE_NAME, check_vocabulary, load_tokenizer
+    from npu_gptoss.serving.tokenizer_file import tokenizer_file
+    from npu_gptoss.tokenizer import check_vocabulary, load_tokenizer
 
     name = model_config.tokenizer
     ours = getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE
     if not ours or model_config.skip_tokenizer_init or os.path.isdir(name):  # noqa: PTH112  # never raises
         return
-    try:
-        path = Path(_download(name, FILE_NAME, revision=model_config.tokenizer_revision))
-    except Exception:  # no such file, or no network: vLLM needs the file next, and reports that
-        return
-    check_vocabulary(path, load_tokenizer(path), model_config.hf_config.vocab_size)
-
-
-def _download(name: str, file: str, revision: str | None) -> str:
-    """Returns the file's path, from the cache if it is there."""
-    from vllm import envs as vllm_envs
-
-    if vllm_envs.VLLM_USE_MODELSCOPE:
-        from modelscope.hub.file_download import model_file_download
-
-        return model_file_download(name, file, revision=revision)
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, file, revision=revision)
-    return found if isinstance(found, str) else hf_hub_download(name, file, revision=revision)
+    if path := tokenizer_file(name, model_config.tokenizer_revision, download=True):
+        check_vocabulary(path, load_tokenizer(path), model_config.hf_config.vocab_size)
 
 
 def is_gpt_oss(directory: Path) -> bool:

@@ -1,65 +1,87 @@
-"""CPU: a vLLM without compiled operators, or with a newer torch than it was built for.
-
-vLLM 0.11.0 built with `VLLM_TARGET_DEVICE=empty` has no `vllm._C`, and a binary build's does not load with another
-torch. Every operator of vLLM has a plain torch body, chosen with `custom_ops=["none"]`. The worker pins its threads
-with an operator of the same library unless `VLLM_CPU_OMP_THREADS_BIND` says "all", once per rank. 0.11.0's use of
-torch.compile fits the dynamo of torch 2.8 at the latest; its sampler compiles a function at the first request with a
-temperature, which ends the engine if there is no C++ compiler.
-"""
+"""vLLM 0.11 on a CPU, and gpt-oss's windows."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import functools
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.compat.patch import around, expect_parameters, repair
+from npu_gptoss.serving.compat.patch import Mismatch, Original, around, expect_source, repair
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-NEWEST_TORCH_THAT_COMPILES = (2, 8)
-
-
-def has_compiled_ops() -> bool:
-    """Returns whether the library of CPU operators exists and loads."""
-    try:
-        import vllm._C as library
-    except (ImportError, OSError):
-        return False
-    return hasattr(library, "__file__")  # not the empty stand-in of `serving/platform.py`
-
-
-def torch_release() -> tuple[int, int]:
     import torch
 
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+
+@repair(
+    "model-wide-window",
+    "vllm.config.model:ModelConfig.get_sliding_window",
+    upstream="vllm issue 23934 (open); no repair found",
+    essential=True,
+    until="0.23",
+)
+def install_window(module: ModuleType) -> None:
+    """vLLM refuses any model with a sliding window on a CPU, and applies one window to all layers if each has one; in
+    gpt-oss the window differs by layer, and our model passes it to the attention.
+
+    The window of config.json has two users: the check for the V1 engine, and `cache_config`, from which `Attention`
+    takes it for every layer that names no window.
+    """
+    model_config = module.ModelConfig
+    expect_source(model_config.get_sliding_window, 'getattr(self.hf_text_config, "sliding_window", None)')
+
+    @around(model_config, "get_sliding_window")
+    def get_sliding_window(original: Original, self: Any) -> int | None:
+        if self.hf_text_config.model_type == MODEL_TYPE and not self.disable_sliding_window:
+            return None
+        return original(self)
 
 
-@repair("cpu-native-ops", "vllm.platforms.cpu:CpuPlatform.check_and_update_config", until="0.23")
-def install_native_ops(module: ModuleType) -> None:
-    """A vLLM without compiled CPU operators, or with a newer torch than it was built for, calls missing operators, pins
-    threads with them, and compiles with a dynamo that it does not support."""
-    platform = module.CpuPlatform
-    expect_parameters(platform.check_and_update_config, "vllm_config")
+def all_gatherv(
+    self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Concatenates the rows of all ranks, `sizes` of each. gloo gathers equal shapes only."""
+    import torch
 
-    @around(platform, "check_and_update_config")
-    def check_and_update_config(original: Callable[..., None], cls: type, vllm_config: VllmConfig) -> None:
-        original(cls, vllm_config)
-        model_config = vllm_config.model_config
-        if model_config is None or model_config.hf_config.model_type != MODEL_TYPE:
-            return
-        if torch_release() > NEWEST_TORCH_THAT_COMPILES:
-            from vllm.config import CompilationLevel
+    if not isinstance(input_, torch.Tensor):
+        return [all_gatherv(self, tensor, dim, sizes) for tensor in input_]
+    parts = [input_.new_empty((rows, *input_.shape[1:])) for rows in sizes]
+    parts[self.rank_in_group].copy_(input_)
+    for rank, part in zip(self.ranks, parts, strict=True):
+        torch.distributed.broadcast(part, src=rank, group=self.device_group)
+    return torch.cat(parts, dim)
 
-            vllm_config.compilation_config.level = CompilationLevel.NO_COMPILATION
-            model_config.enforce_eager = True
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # read when a function is about to be compiled
-        if not has_compiled_ops():
-            vllm_config.compilation_config.custom_ops = ["none"]
-            parallel = vllm_config.parallel_config
-            ranks = parallel.world_size * parallel.data_parallel_size
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(["all"] * ranks))
+
+def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> torch.Tensor:
+    """Returns this rank's rows of the sum over all ranks."""
+    return self.all_reduce(input_.contiguous()).split(sizes, dim)[self.rank_in_group]
+
+
+@repair(
+    "cpu-experts-exchange",
+    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
+    upstream="0.33.0 has it",
+    until="0.23",
+    essential=True,
+)
+def install_exchange(module: ModuleType) -> None:
+    """Data parallel engines on CPUs share each layer's experts and exchange nothing: every answer is garbage.
+
+    Each engine needs the rows of all engines, and its own rows of their sum. vLLM leaves that to the group's
+    communicator, and the communicator for CPUs does nothing.
+    """
+    communicator = module.CpuCommunicator
+    if "dispatch" in vars(communicator):
+        raise Mismatch("CpuCommunicator has its own dispatch; is it repaired already?")
+    expect_source(communicator.__init__, "super().__init__(cpu_group, device, device_group, unique_name)")
+
+    @around(communicator, "__init__")
+    def __init__(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.all_gatherv = functools.partial(all_gatherv, self)
+        self.reduce_scatterv = functools.partial(reduce_scatterv, self)
+        if self.use_all2all:
+            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+            self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
+            self.dispatch, self.combine = self.all2all_manager.dispatch, self.all2all_manager.combine

@@ -6,32 +6,29 @@ Training saves config.json and the tokenizer with its own transformers, and a se
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import ARGUMENTS
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+
+ALL = "0.11 0.23 0.33"
+CONFIG, ARGUMENTS = "transformers.configuration_utils:PretrainedConfig", "vllm.engine.arg_utils:EngineArgs"
+SPELLED = "vLLM reads null sections, `torch.bfloat16` and FSDP's class in config.json"
+KEPT = "vLLM keeps rope_theta where --hf-overrides replaces a rope section"
 
 
-@repair(
-    "config-spellings",
-    "transformers.configuration_utils:PretrainedConfig.get_config_dict",
-    releases=("0.11", "0.23", "0.33"),
-    until="vLLM reads null sections, `torch.bfloat16` and FSDP's class in config.json",
-)
+@repair("config-spellings", f"{CONFIG}.get_config_dict", releases=ALL, until=SPELLED)
 def install_config(module: ModuleType) -> None:
     """A config.json that training wrote in another spelling ends the start with a traceback, or is read as MXFP4 over
     weights in BF16."""
-    owner = module.PretrainedConfig
-    expect_parameters(owner.get_config_dict, "pretrained_model_name_or_path")
 
-    @around(owner, "get_config_dict")
-    def get_config_dict(original: Callable[..., Any], cls: type, name: Any, **options: Any) -> Any:
+    @around(module.PretrainedConfig, "get_config_dict")
+    def get_config_dict(original: Original, cls: type, pretrained_model_name_or_path: Any, **options: Any) -> Any:
         from npu_gptoss.model.config import as_stored
         from npu_gptoss.model.config_fields import MODEL_TYPE, normalized
 
+        name = pretrained_model_name_or_path
         values, rest = original(cls, name, **options)
         if values.get("model_type") == MODEL_TYPE:
             values = normalized(as_stored(values, Path(name)) if os.path.isdir(name) else values)  # noqa: PTH112
@@ -39,21 +36,13 @@ def install_config(module: ModuleType) -> None:
         return values, rest
 
 
-@repair(
-    "rope-overrides",
-    f"{ARGUMENTS}:EngineArgs.create_model_config",
-    releases=("0.11", "0.23", "0.33"),
-    until="vLLM keeps rope_theta where --hf-overrides replaces a rope section",
-    essential=True,
-)
+@repair("rope-overrides", f"{ARGUMENTS}.create_model_config", releases=ALL, until=KEPT, essential=True)
 def install_overrides(module: ModuleType) -> None:
     """`--hf-overrides` of a rope section loses the rope_theta of config.json, or is lost beside a section of another
     spelling."""
-    owner = module.EngineArgs
-    expect_parameters(owner.create_model_config, "self")
 
-    @around(owner, "create_model_config")
-    def create_model_config(original: Callable[..., Any], self: Any) -> Any:
+    @around(module.EngineArgs, "create_model_config")
+    def create_model_config(original: Original, self: Any) -> Any:
         from transformers import PretrainedConfig
 
         from npu_gptoss.model.config_fields import MODEL_TYPE, ROPE_FIELDS, overridden
@@ -82,25 +71,21 @@ def _rope_spelled(values: dict[str, Any]) -> dict[str, Any]:
     return made | {"rope_parameters": section | theta}
 
 
-@repair(
-    "tokenizer-class",
-    "transformers.models.auto.tokenization_auto:AutoTokenizer.from_pretrained",
-    until="0.23",
-)
+@repair("tokenizer-class", "transformers.models.auto.tokenization_auto:AutoTokenizer.from_pretrained", until="0.23")
 def install_tokenizer(module: ModuleType) -> None:
     """A tokenizer that transformers 5 saved (class TokenizersBackend, a list of special tokens) is refused with the
     advice to trust the checkpoint's code."""
     expect_source(module.AutoTokenizer.from_pretrained, 'config_tokenizer_class + "Fast"')
 
     @around(module.AutoTokenizer, "from_pretrained")
-    def from_pretrained(original: Callable[..., Any], cls: type, name: Any, *args: Any, **options: Any) -> Any:
-        written = module.get_tokenizer_config(name, **options)
+    def from_pretrained(original: Original, cls: type, *args: Any, **options: Any) -> Any:
+        written = module.get_tokenizer_config(args[0], **options)
         extra, wanted = written.get("extra_special_tokens"), written.get("tokenizer_class")
         known = wanted is None or any(map(module.tokenizer_class_from_name, (wanted, f"{wanted}Fast")))
         if known and not isinstance(extra, list):
-            return original(cls, name, *args, **options)
+            return original(cls, *args, **options)
         from transformers import PreTrainedTokenizerFast
 
         if isinstance(extra, list):  # what transformers 4 calls by another name
             options |= {"extra_special_tokens": {}, "additional_special_tokens": extra}
-        return PreTrainedTokenizerFast.from_pretrained(name, *args, **options)
+        return PreTrainedTokenizerFast.from_pretrained(*args, **options)

@@ -7,35 +7,29 @@ data for the device with the data sent last, and sends only changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import BUFFERS, RUNNER_0_33
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+from npu_gptoss.serving.compat.targets import RUNNER_0_33
 
 if TYPE_CHECKING:
     import torch
 
+UNTIL = "vLLM keeps what does not change between steps"
 _STAGED = "_npu_gptoss_staged"
 
 
-@repair(
-    "unchanged-tables",
-    f"{BUFFERS}:UvaBackedTensor.copy_to_uva",
-    releases=("0.33",),
-    until="vLLM keeps what does not change between steps",
-)
+@repair("unchanged-tables", "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva", releases="0.33", until=UNTIL)
 def install_tables(buffers: ModuleType) -> None:
     """At every step thirteen tables with a row per request (temperatures, biases, block counts, …) are copied for the
     device, changed or not."""
     table = buffers.UvaBackedTensor
-    expect_parameters(table.copy_to_uva, "self", "n")
     expect_source(table.copy_to_uva, "self.gpu = self.pool.copy_to_uva(self.np[:n] if n is not None else self.np)")
     expect_source(buffers.UvaBufferPool.copy_to_uva, "self._curr = (self._curr + 1) % self.max_concurrency")
 
     @around(table, "copy_to_uva")
-    def copy_to_uva(original: Callable[..., torch.Tensor], self: Any, n: int | None = None) -> torch.Tensor:
+    def copy_to_uva(original: Original, self: Any, n: int | None = None) -> torch.Tensor:
         if n is not None:
             return original(self, n)
         staged, content = vars(self).get(_STAGED), self.np.tobytes()
@@ -46,19 +40,13 @@ def install_tables(buffers: ModuleType) -> None:
         return self.gpu
 
 
-@repair(
-    "unchanged-rows",
-    f"{RUNNER_0_33}:async_tensor_h2d",
-    releases=("0.33",),
-    until="vLLM keeps what does not change between steps",
-)
+@repair("unchanged-rows", f"{RUNNER_0_33}:async_tensor_h2d", releases="0.33", until=UNTIL)
 def install_rows(runner: ModuleType) -> None:
     """At every step the request of each batch row, and the start of its tokens, are copied to the device, each time
     through newly pinned memory."""
     import numpy as np
     import torch
 
-    expect_parameters(runner.async_tensor_h2d, "data", "device", "dtype", "out")
     expect_source(
         runner.GPUModelRunner.prepare_inputs,
         "idx_mapping = async_tensor_h2d(idx_mapping_np, device=self.device, dtype=torch.int64)",
@@ -70,7 +58,7 @@ def install_rows(runner: ModuleType) -> None:
 
     @around(runner, "async_tensor_h2d")
     def async_tensor_h2d(
-        original: Callable[..., torch.Tensor],
+        original: Original,
         data: Any,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -92,21 +80,15 @@ def install_rows(runner: ModuleType) -> None:
         return original(data, device=device, dtype=dtype, out=out)
 
 
-@repair(
-    "unchanged-views",
-    f"{RUNNER_0_33}:build_slot_mappings_by_layer",
-    releases=("0.33",),
-    until="vLLM keeps what does not change between steps",
-)
+@repair("unchanged-views", f"{RUNNER_0_33}:build_slot_mappings_by_layer", releases="0.33", until=UNTIL)
 def install_views(runner: ModuleType) -> None:
     """At every step the views of one slot buffer are made again and stored under the name of every layer."""
-    expect_parameters(runner.build_slot_mappings_by_layer, "slot_mappings", "kv_cache_config")
     expect_source(runner.build_slot_mappings_by_layer, "slot_mappings_by_layer[layer_name] = slot_mapping")
     last: tuple[Any, Any, dict[str, torch.Tensor]] | None = None
 
     @around(runner, "build_slot_mappings_by_layer")
     def build_slot_mappings_by_layer(
-        original: Callable[..., dict[str, torch.Tensor]], slot_mappings: torch.Tensor, kv_cache_config: Any
+        original: Original, slot_mappings: torch.Tensor, kv_cache_config: Any
     ) -> dict[str, torch.Tensor]:
         nonlocal last
         place = slot_mappings.data_ptr(), slot_mappings.shape, slot_mappings.stride(), slot_mappings.dtype

@@ -8,13 +8,12 @@ own code if one of them applies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import COORDINATOR, KV_CACHE
+from npu_gptoss.serving.compat.patch import Mismatch, Original, around, expect_source, repair
 
+UNTIL = "vLLM's scheduler takes as little time"
 _GROUPS = "_npu_gptoss_groups"
 
 # Group of layers: block manager, tokens per block, keys kept behind a query (None: all)
@@ -26,38 +25,26 @@ def _expect_managers() -> None:
     alone."""
     from vllm.v1.core import kv_cache_coordinator, single_type_kv_cache_manager
 
-    coordinator = kv_cache_coordinator.KVCacheCoordinator
-    manager = single_type_kv_cache_manager.SingleTypeKVCacheManager
-    window = single_type_kv_cache_manager.SlidingWindowManager
-    expect_source(coordinator.cache_blocks, "if not manager.enable_caching: continue", "manager.cache_blocks(request,")
-    expect_source(
-        coordinator.remove_skipped_blocks,
-        "manager.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)",
-    )
-    expect_source(
-        manager.allocate_new_blocks,
-        "if request_id in self._partial_hit_reqs:",
-        "num_required_blocks = cdiv(num_tokens, self.block_size)",
-        "if num_new_blocks <= 0: return cow_blocks",
-    )
-    expect_source(
-        manager.cache_blocks,
-        "num_cached_blocks = self.num_cached_block.get(request.request_id, 0)",
-        "num_full_blocks = min(num_tokens, num_hashed_tokens) // self.block_size",
-        "if num_cached_blocks >= num_full_blocks: return",
-    )
-    expect_source(
-        manager.remove_skipped_blocks,
-        "num_skipped_blocks = min(num_skipped_blocks, len(blocks))",
-        "self._remove_blocks_in_range(request_id, 0, num_skipped_blocks)",
-    )
-    expect_source(manager._remove_blocks_in_range, "if blocks[i] == self._null_block: break")
-    expect_source(
-        window.get_num_skipped_tokens,
-        "max(0, num_computed_tokens - self.sliding_window + 1 - self.extra_retained_tokens,)",
-    )
-    full = single_type_kv_cache_manager.FullAttentionManager
-    expect_source(full.cache_blocks, "if self.block_size == hash_block_size: return")
+    coordinator, of = kv_cache_coordinator.KVCacheCoordinator, single_type_kv_cache_manager
+    manager, window, full = of.SingleTypeKVCacheManager, of.SlidingWindowManager, of.FullAttentionManager
+    skipping = "manager.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)"
+    cached = "num_cached_blocks = self.num_cached_block.get(request.request_id, 0)"
+    filled = "num_full_blocks = min(num_tokens, num_hashed_tokens) // self.block_size"
+    passed = "max(0, num_computed_tokens - self.sliding_window + 1 - self.extra_retained_tokens,)"
+    for function, *markers in (
+        (coordinator.cache_blocks, "if not manager.enable_caching: continue", "manager.cache_blocks(request,"),
+        (coordinator.remove_skipped_blocks, skipping),
+        (manager.allocate_new_blocks, "if request_id in self._partial_hit_reqs:"),
+        (manager.allocate_new_blocks, "num_required_blocks = cdiv(num_tokens, self.block_size)"),
+        (manager.allocate_new_blocks, "if num_new_blocks <= 0: return cow_blocks"),
+        (manager.cache_blocks, cached, filled, "if num_cached_blocks >= num_full_blocks: return"),
+        (manager.remove_skipped_blocks, "num_skipped_blocks = min(num_skipped_blocks, len(blocks))"),
+        (manager.remove_skipped_blocks, "self._remove_blocks_in_range(request_id, 0, num_skipped_blocks)"),
+        (manager._remove_blocks_in_range, "if blocks[i] == self._null_block: break"),
+        (window.get_num_skipped_tokens, passed),
+        (full.cache_blocks, "if self.block_size == hash_block_size: return"),
+    ):
+        expect_source(function, *markers)
     own = {"allocate_new_blocks", "get_num_blocks_to_allocate", "remove_skipped_blocks", "_remove_blocks_in_range"}
     if own & {*vars(full), *vars(window)} or "cache_blocks" in vars(window):
         raise Mismatch("full attention or a window has its own code to allocate or free blocks")
@@ -95,19 +82,13 @@ def _commits_nothing(groups: tuple[Group, ...], request_id: str, tokens: int) ->
     return True
 
 
-@repair(
-    "running-slots",
-    f"{KV_CACHE}:KVCacheManager.allocate_slots",
-    releases=("0.33",),
-    until="vLLM's scheduler takes as little time",
-)
+@repair("running-slots", "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", releases="0.33", until=UNTIL)
 def install_slots(kv_cache: ModuleType) -> None:
     """For a running request whose next tokens fit into its last block, vLLM counts, frees, allocates and commits blocks
     in each group of layers, to no effect."""
     from vllm.v1.request import RequestStatus
 
     manager = kv_cache.KVCacheManager
-    expect_parameters(manager.allocate_slots, "request", "num_new_tokens", "num_lookahead_tokens")
     expect_source(
         manager.allocate_slots,
         "request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED,)",
@@ -120,7 +101,7 @@ def install_slots(kv_cache: ModuleType) -> None:
 
     @around(manager, "allocate_slots")
     def allocate_slots(
-        original: Callable[..., Any],
+        original: Original,
         self: Any,
         request: Any,
         num_new_tokens: int,
@@ -148,20 +129,16 @@ def install_slots(kv_cache: ModuleType) -> None:
 
 
 @repair(
-    "running-commits",
-    f"{COORDINATOR}:KVCacheCoordinator.cache_blocks",
-    releases=("0.33",),
-    until="vLLM's scheduler takes as little time",
+    "running-commits", "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks", releases="0.33", until=UNTIL
 )
 def install_commits(coordinator: ModuleType) -> None:
     """After every token of a request, each group of layers computes the number of blocks that the prefix cache should
     have; it usually has them."""
     own = coordinator.KVCacheCoordinator
-    expect_parameters(own.cache_blocks, "request", "num_computed_tokens")
     _expect_managers()
 
     @around(own, "cache_blocks")
-    def cache_blocks(original: Callable[..., None], self: Any, request: Any, num_computed_tokens: int) -> None:
+    def cache_blocks(original: Original, self: Any, request: Any, num_computed_tokens: int) -> None:
         groups = _groups(self)
         if not groups or not _commits_nothing(groups, request.request_id, num_computed_tokens):
             original(self, request, num_computed_tokens)

@@ -1,6 +1,8 @@
-"""A row of the runner's batch keeps no mask of the request before."""
+"""A row of the runner's batch depends on its own request: its seed, and its mask of allowed tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -10,9 +12,55 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from tests.serving.compat.in_process import HONEST, core_of, greedy, in_a_fork, run
 from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
+only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
+
+SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": 12}
+REPAIRED = ("seed-rows", "seed-neighbours")
+
+
+def cut(engine: Any, budget: int, *requests: Any) -> list[Any]:
+    """`run`, with at most `budget` tokens a step."""
+    scheduler = core_of(engine).scheduler
+    scheduler.max_num_scheduled_tokens = budget
+    try:
+        return run(engine, *requests)
+    finally:
+        scheduler.max_num_scheduled_tokens = scheduler.scheduler_config.max_num_batched_tokens
+
+
+@only_0_11
+@pytest.mark.parametrize("budget", [9, 16, 39])
+def test_seed_draws_the_same_tokens_when_its_prompt_is_cut(engine, patched, budget):
+    asked = (HONEST, greedy(**SEEDED))
+    with patched():
+        assert "does not use offset" in in_a_fork(lambda: cut(engine, budget, asked))
+    with patched(*REPAIRED):
+        uncut = run(engine, asked)
+        assert cut(engine, budget, asked) == uncut
+        assert run(engine, (HONEST, greedy(**SEEDED | {"seed": 8}))) != uncut
+
+
+@only_0_11
+def test_seed_draws_the_same_tokens_with_unseeded_neighbours(engine, patched):
+    asked = (HONEST, greedy(**SEEDED))
+    others = [
+        (HONEST[::-1], greedy()),
+        (HONEST[5:], greedy(temperature=0.7)),
+        (HONEST[9:], greedy(**SEEDED | {"seed": 9})),
+    ]
+    with patched():
+        alone = run(engine, asked)
+    with patched(*REPAIRED):
+        assert run(engine, asked) == alone
+        first, neighbour, _, last = run(engine, asked, *others)
+        assert [first] == alone
+        assert [neighbour, last] == [run(engine, other)[0] for other in (others[0], others[2])]
+        # a cut prompt and rows that decode in one step
+        assert cut(engine, 20, others[0], asked)[1] == alone[0]
 
 
 def a_row(name: str, allowed: list[int] | None) -> CachedRequestState:
