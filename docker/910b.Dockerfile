@@ -11,8 +11,6 @@ ARG CANN_9_1=9.1.0-910b-ubuntu22.04-py3.11
 FROM ${CANN_IMAGE}:${CANN_8_3} AS cann-8.3
 
 FROM ${CANN_IMAGE}:${CANN_9_1} AS cann-9.1
-# vllm-ascend takes 0.23.0+empty, as vLLM calls itself, for a later release
-ENV VLLM_VERSION=0.23.0
 # Triton-Ascend compiles its launchers while the server runs. No versions: Ubuntu's security updates are wanted.
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -182,8 +182,9 @@ cpu)
 emulated) [ -n "${OMP_NUM_THREADS:-}" ] || set -- "OMP_NUM_THREADS=$threads" "$@" ;;
 npu)
     [ -z "$devices" ] || set -- "ASCEND_RT_VISIBLE_DEVICES=$devices" "$@"
-    # vllm-ascend 0.23 takes a vLLM that calls itself 0.23.0+empty for a later one, and ends at its start
-    [ -n "${VLLM_VERSION:-}" ] || case $(python3 -c 'from importlib.metadata import version as v; print(v("vllm"))' 2>&1) in
+    # vllm-ascend 0.23 takes a vLLM whose vllm.__version__ is 0.23.0+empty for a later one, and ends at its start
+    asked='from npu_gptoss.serving.releases import own_version, package_folder as f; print(own_version(f("vllm")))'
+    [ -n "${VLLM_VERSION:-}" ] || case $(python3 -c "$asked" 2>&1) in
     0.23.0+*) set -- VLLM_VERSION=0.23.0 "$@" ;;
     esac
     ;;

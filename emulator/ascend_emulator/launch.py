@@ -112,7 +112,6 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         # An operator's workspace is host memory here. Blocks of many sizes below 32 MiB fragment glibc's heap, and a
         # server grows by gigabytes; from this size on each freed block goes back to the system.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-        **machine.stack.variables,
         **kept,
         "VIRTUAL_ENV": str(venv),
         "PATH": f"{venv / 'bin'}{os.pathsep}{kept.get('PATH', os.defpath)}",

@@ -5,9 +5,7 @@ Stacks differ in their fields here and in the `versions` of rules (rules.py); no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 
 # our name -> CANN's own version text
 CANN = {"8.3.rc1": "8.3.RC1", "8.3.rc2": "8.3.RC2", "8.5": "8.5.0", "9.0": "9.0.1", "9.1": "9.1.0"}
@@ -22,13 +20,11 @@ class Stack:
     torch_npu: str
     cann: tuple[str, ...]
     suffix: str  # of the environment's name
-    variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 STACKS = (
     Stack("8.3", "2.7.1", ("8.3.rc1", "8.3.rc2", "8.5"), ""),
-    # a vLLM built from its source release calls itself 0.23.0+empty, which vllm-ascend takes for a later release
-    Stack("9.1", "2.10.0", ("9.1", "9.0"), "-9.1", MappingProxyType({"VLLM_VERSION": "0.23.0"})),
+    Stack("9.1", "2.10.0", ("9.1", "9.0"), "-9.1"),
 )
 NAMES = tuple(stack.name for stack in STACKS)
 

@@ -133,8 +133,8 @@ def driver(here: Machine) -> Finding:
         return warning(f"The driver's version is not known ({found}).", f"Read it by `npu-smi info`; {mount}.")
     if release < oldest:
         return warning(
-            f"The driver {text} is older than users report with CANN {cann} ({oldest[0]}.{oldest[1]} on); it may "
-            "refuse to capture graphs (error 207000).",
+            f"The driver {text} is older than {oldest[0]}.{oldest[1]}, the oldest for CANN {cann}; it may refuse to "
+            "capture graphs (error 207000).",
             f"Upgrade to Ascend HDK {named}, or serve with --enforce-eager.",
         )
     return ok(f"Driver {text}.")

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from npu_gptoss import cann
-from npu_gptoss.serving.releases import RELEASES, Release, find_vllm, release_of, release_of_cann
+from npu_gptoss.serving.releases import RELEASES, Release, find_vllm, package_folder, release_of, release_of_cann
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
@@ -36,12 +36,13 @@ def installed_entry_points(group: str) -> list[EntryPoint]:
 
 @dataclass(frozen=True)
 class Machine:
-    """root: of the file system. version, entry_points: look up installed packages."""
+    """root: of the file system. version, entry_points: look up installed packages. package: the folder of one."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     python: tuple[int, int, int] = sys.version_info[:3]
     version: Callable[[str], str | None] = installed_version
+    package: Callable[[str], Path | None] = package_folder
     entry_points: Callable[[str], Sequence[EntryPoint]] = installed_entry_points
 
     @property

@@ -201,6 +201,10 @@ AIV_VARIABLE = "HCCL_OP_EXPANSION_MODE"
 @on_ascend("a budget of streams")
 def graphs(here: Machine, model: Path | None, ranks: int, max_num_seqs: int) -> Iterator[Finding]:
     aiv = here.environ.get(AIV_VARIABLE) == "AIV"
+    if not here.release.reckons_streams:
+        after = "since CANN 8.5 a graph takes few streams (vllm-ascend PR 9962)"
+        yield not_applicable(f"vllm-ascend {here.release.vllm_ascend.recommended} counts no streams: {after}.")
+        return
     if model is not None:
         try:
             models = [("", GptOssConfig.from_directory(model).num_hidden_layers, ranks)]
@@ -211,10 +215,10 @@ def graphs(here: Machine, model: Path | None, ranks: int, max_num_seqs: int) -> 
         published = (("gpt-oss-20b", PUBLISHED_20B, 1), ("gpt-oss-120b", PUBLISHED_120B, 4))
         models = [(name, config.num_hidden_layers, cards) for name, config, cards in published]
     for name, layers, cards in models:
-        yield _budget(name, layers, cards, max_num_seqs, aiv, here.release.reckons_streams)
+        yield _budget(name, layers, cards, max_num_seqs, aiv)
 
 
-def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool, thinned_out: bool) -> Finding:
+def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool) -> Finding:
     asked = sizes.capture_sizes(max_num_seqs)
     groups = int(ranks > 1)
     most = sizes.most_sizes(layers, groups=groups, aiv=aiv)
@@ -226,9 +230,7 @@ def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool, th
     )
     if len(asked) <= most:
         return ok(f"{sentence}.", subject=name)
-    then = "this vllm-ascend captures them all: too many end the start with error 207008"
-    if thinned_out:
-        then = "it thins them out: steps in between are padded to the next size"
+    then = "it thins them out: steps in between are padded to the next size"
     remedy = (
         'Name the sizes that you use: --compilation-config \'{"cudagraph_mode": "PIECEWISE", '
         '"cudagraph_capture_sizes": [16, 10, 4, 2, 1]}\'. Servers that share a card share the streams.'

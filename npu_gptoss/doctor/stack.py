@@ -10,7 +10,7 @@ from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, DEVICE_TYPES, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.serving.releases import TORCH_OLDEST, release_of, silent_defect
+from npu_gptoss.serving.releases import TORCH_OLDEST, own_version, release_of, silent_defect
 
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (docs/installation.md)"
@@ -38,10 +38,9 @@ def python(here: Machine) -> Finding:
     if minor in tested:
         return ok(f"Python {release}.")
     use = f"Use Python {tested[len(tested) // 2]}."
-    if ascend and minor in row.python and here.python < (3, 12):
-        return warning(f"Python {release} has wheels of vllm-ascend, but {tested[0]} is what is tested.", use)
     if ascend:
-        return failed(f"Python {release}: vllm-ascend {row.vllm_ascend.recommended} has no wheel for it.", use)
+        wheels = f"vllm-ascend {row.vllm_ascend.recommended} has wheels for {', '.join(tested)} only"
+        return failed(f"Python {release}: {wheels}.", use)
     if here.python[:2] < tuple(map(int, tested[0].split("."))):
         return failed(f"Python {release} is older than {tested[0]}.", use)
     return warning(f"Python {release} is newer than the tested releases ({', '.join(tested)}).", use)
@@ -142,22 +141,25 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
     else:
         yield ok(f"vllm-ascend {release}.")
     yield from _triton_ascend(here)
-    for name, value, why in row.variables:
-        if (found := here.environ.get(name, "")) != value and (found or "+" in (here.vllm or "")):
-            yield failed(
-                f"{name}={found or '(not set)'} beside vLLM {here.vllm}: {why}.",
-                f"`export {name}={value}` in the shell that starts the server; scripts/serve.sh and the image do.",
-            )
+    wanted, set_to = row.vllm.recommended, here.environ.get("VLLM_VERSION", "")
+    told = set_to or own_version(here.package("vllm")) or wanted
+    if row.asks_vllm and told != wanted:
+        asked = "VLLM_VERSION" if set_to else "vllm.__version__"
+        yield failed(
+            f"{asked} is {told}, beside vLLM {here.vllm}: vllm-ascend {row.asks_vllm}.",
+            f"`export VLLM_VERSION={wanted}` in the shell that starts the server; scripts/serve.sh does.",
+        )
 
 
 def _triton_ascend(here: Machine) -> Iterator[Finding]:
     """The emulated 910B has a step's kernels without it."""
     wanted, release = here.release.triton_ascend, here.version("triton-ascend")
-    if wanted is None or here.emulated or wanted.has(release):
+    if here.emulated or wanted.has(release) or (release is None and not here.release.launches_triton):
         return
-    remedy = f"{limits.triton_remedy(here.release)}."
+    remedy = f"{limits.triton_remedy(here.release, here.python)}."
     if release is None:
         why = f"vLLM {here.release.vllm.recommended} launches a Triton kernel in every step"
         yield failed(f"triton-ascend is not installed: {why}, so the first request ends the server.", remedy)
     else:
-        yield warning(f"triton-ascend {release} is not one of {', '.join(wanted.releases)}.", remedy)
+        of = f"{', '.join(wanted.releases)}, which are for CANN {here.release.cann.recommended}"
+        yield warning(f"triton-ascend {release} is not one of {of}.", remedy)

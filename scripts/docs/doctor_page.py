@@ -24,15 +24,14 @@ def window() -> str:
         return (
             ", ".join(row.python_on_ascend),
             *(", ".join(found.releases) for found in (row.torch, row.torch_npu, row.vllm, row.vllm_ascend)),
-            ", ".join(row.triton_ascend.releases) if row.triton_ascend else "for packed experts only",
+            ", ".join(row.triton_ascend.releases) + ("" if row.launches_triton else ", for packed experts only"),
             ", ".join(row.cann.releases) + "; no alpha or beta build",
             f"{named}; from {major}.{minor} on",
-            ", ".join(f"`{name}={value}`" for name, value, _ in row.variables) or "–",
         )
 
     names = ("Python", "torch", "torch-npu", "vLLM, built with `VLLM_TARGET_DEVICE=empty`", "vllm-ascend")
-    names = (*names, "triton-ascend", "CANN and NNAL", "driver (Ascend HDK)", "variables")
-    cpu = (", ".join(on_cpu.python), f"≥ {oldest}", "–", ", ".join(on_cpu.vllm.releases), *("–",) * 5)
+    names = (*names, "triton-ascend", "CANN and NNAL", "driver (Ascend HDK)")
+    cpu = (", ".join(on_cpu.python), f"≥ {oldest}", "–", ", ".join(on_cpu.vllm.releases), *("–",) * 4)
     rows = zip(names, *map(column, ASCEND_RELEASES), cpu, strict=True)
     titles = [f"Ascend 910B, CANN {row.cann.recommended.removesuffix('.0')}" for row in ASCEND_RELEASES]
     head = ["", *titles, "CPU"]

@@ -88,7 +88,7 @@ def test_health_check_and_entry_point_are_copied(image: str) -> None:
     assert "TIKTOKEN_ENCODINGS_BASE=/opt/npu-gptoss/vocabulary" in all_of(image, "ENV")[-1]
 
 
-def test_each_stack_has_its_base_image_lock_and_variables() -> None:
+def test_each_stack_has_its_base_image_and_lock() -> None:
     arguments = dict(value.partition("=")[::2] for value in all_of("910b", "ARG"))
     stages = [value.partition(" AS ") for value in all_of("910b", "FROM")]
     names = [name.removeprefix("cann-") for _, _, name in stages if name]
@@ -100,10 +100,9 @@ def test_each_stack_has_its_base_image_lock_and_variables() -> None:
         assert tag == row.image
         release, *rest = tag.split("-")
         assert release.upper() == row.cann.recommended
-        assert rest == ["910b", "ubuntu22.04", f"py{row.python_on_ascend[0]}"]
+        assert rest[:2] == ["910b", "ubuntu22.04"]
+        assert rest[2].removeprefix("py") in row.python_on_ascend
         assert f"requirements/910b-{name}.txt" in copied("910b")
-        stage = dockerfile("910b").partition(f"AS cann-{name}\n")[2].partition("FROM")[0]
-        assert re.findall(r"^ENV (.+)", stage, re.M) == [f"{variable}={value}" for variable, value, _ in row.variables]
     assert [value for value, _, name in stages if not name] == ["cann-${STACK}"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from npu_gptoss.doctor.findings import Finding, Found
 from npu_gptoss.doctor.machine import Machine
@@ -50,6 +50,7 @@ def machine(
     packages: Mapping[str, str] = CPU_PACKAGES,
     plugins: Plugins = CPU_PLUGINS,
     python: tuple[int, int, int] = (3, 11, 9),
+    folders: Mapping[str, Path] = MappingProxyType({}),
     **environ: str,
 ) -> Machine:
     return Machine(
@@ -57,6 +58,7 @@ def machine(
         environ={"HOME": str(root / "home"), **environ},
         python=python,
         version=dict(packages).get,
+        package=folders.get,
         entry_points=lambda group: [
             SimpleNamespace(name=name, value=value, group=group, dist=SimpleNamespace(name=package))
             for name, value, package in plugins.get(group, ())

@@ -28,7 +28,7 @@ def test_files_and_packages_decide_the_platform(tmp_path):
 
 def on_9_1(root: Path, packages: Mapping[str, str | None], **more: object) -> Machine:
     """An Ascend machine with CANN 9.1's stack."""
-    return ascend(root, packages, **{"VLLM_VERSION": "0.23.0", **more})
+    return ascend(root, packages, **more)
 
 
 PACKAGES = {machine: CPU_PACKAGES, gpu: CPU_PACKAGES, ascend: ASCEND_PACKAGES, on_9_1: ASCEND_9_1_PACKAGES}
@@ -47,8 +47,10 @@ OF_9_1 = (stack.python, stack.torch, stack.torch_npu, stack.vllm, stack.vllm_asc
         (stack.python, machine, {"python": (3, 9, 2)}, "failed", "older than 3.10"),
         (stack.python, machine, {"python": (3, 13, 0)}, "warning", "newer than the tested releases"),
         (stack.python, ascend, {"python": (3, 11, 13)}, "ok", ""),
-        (stack.python, ascend, {"python": (3, 10, 0)}, "warning", "Use Python 3.11"),
-        (stack.python, ascend, {"python": (3, 12, 0)}, "failed", "no wheel"),
+        (stack.python, ascend, {"python": (3, 10, 0)}, "ok", ""),
+        (stack.python, ascend, {"python": (3, 12, 0)}, "failed", "wheels for 3.10, 3.11 only"),
+        (stack.python, on_9_1, {"python": (3, 12, 0)}, "ok", ""),
+        (stack.python, on_9_1, {"python": (3, 13, 0)}, "failed", "Use Python 3.11"),
         (stack.torch, machine, {"torch": "2.7.1"}, "ok", ""),
         (stack.torch, machine, {"torch": "2.13.0+cpu"}, "ok", ""),
         (stack.torch, machine, {"torch": "2.6.0"}, "failed", "older than 2.7"),
@@ -86,23 +88,46 @@ OF_9_1 = (stack.python, stack.torch, stack.torch_npu, stack.vllm, stack.vllm_asc
         (stack.vllm_ascend, ascend, {"vllm-ascend": "0.13.0"}, "failed", "0.11.0rc1 to 0.11.0"),
         (stack.vllm_ascend, ascend, {"vllm-ascend": None}, "failed", "pip install vllm-ascend==0.11.0"),
         # vllm-ascend would take this vLLM for a later one
-        (stack.vllm_ascend, on_9_1, {"VLLM_VERSION": ""}, "failed", "export VLLM_VERSION=0.23.0"),
-        (stack.vllm_ascend, on_9_1, {"VLLM_VERSION": "0.24.0"}, "failed", "export VLLM_VERSION=0.23.0"),
-        (stack.vllm_ascend, on_9_1, {"VLLM_VERSION": "", "vllm": "0.23.0"}, "ok", ""),
+        (stack.vllm_ascend, on_9_1, {"own": "0.23.0+empty"}, "failed", "export VLLM_VERSION=0.23.0"),
+        (stack.vllm_ascend, on_9_1, {"own": "0.23.0+empty", "VLLM_VERSION": "0.23.0"}, "ok", ""),
+        (stack.vllm_ascend, on_9_1, {"own": "0.23.0", "VLLM_VERSION": "0.24.0"}, "failed", "VLLM_VERSION is 0.24.0"),
+        (stack.vllm_ascend, on_9_1, {"own": "0.23.0"}, "ok", ""),
+        (stack.vllm_ascend, on_9_1, {}, "ok", ""),
+        # not asked by this release
+        (stack.vllm_ascend, ascend, {"own": "0.11.0+empty"}, "ok", ""),
         # its server would start, and end with a TypeError in its first step
         (stack.vllm_ascend, on_9_1, {"triton-ascend": None}, "failed", "pip install --no-deps triton-ascend==3.2.0"),
         (stack.vllm_ascend, on_9_1, {"triton-ascend": "3.1.9"}, "warning", "triton-ascend==3.2.0"),
         (stack.vllm_ascend, on_9_1, {"triton-ascend": "3.2.2"}, "ok", ""),
+        (
+            stack.vllm_ascend,
+            on_9_1,
+            {"triton-ascend": None, "python": (3, 12, 0)},
+            "failed",
+            "triton-ascend==3.2.2` from",
+        ),
+        # for packed experts; its compiler is CANN's, and that of 8.3 does not know the options of 3.2.0
+        (stack.vllm_ascend, ascend, {"triton-ascend": "3.2.0rc4"}, "ok", ""),
+        (
+            stack.vllm_ascend,
+            ascend,
+            {"triton-ascend": "3.2.0"},
+            "warning",
+            "pip install --no-deps triton-ascend==3.2.0rc4",
+        ),
         (stack.vllm_ascend, on_9_1, {"triton-ascend": None, "ASCEND_EMULATOR": "1"}, "ok", ""),
         *((check, on_9_1, {}, "ok", "") for check in OF_9_1),
         (stack.torch_npu, on_9_1, {"vllm": "0.11.0+empty"}, "failed", "torch-npu 2.7.1"),
     ],
 )
 def test_parts_outside_the_window_are_named(tmp_path, check, on, options, state, phrase):
-    """options: packages, environment variables, `python`, and the version of an installed `cann`. The last finding
-    counts."""
+    """options: packages, environment variables, `python`, the version of an installed `cann`, vLLM's `own` version. The
+    last finding counts."""
     packages = {**PACKAGES[on], **{name: v for name, v in options.items() if name.islower()}}
     more = {name: v for name, v in options.items() if name.isupper() or name == "python"}
+    if "own" in options:
+        place = write(tmp_path / "vllm/_version.py", f"version: str\n__version__ = version = '{options['own']}'\n")
+        more["folders"] = {"vllm": place.parent}
     if "cann" in options:
         more["ASCEND_HOME_PATH"] = str(install_toolkit(tmp_path / "cann", options["cann"]))
     found = check(on(tmp_path, packages, **more))

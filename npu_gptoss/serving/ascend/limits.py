@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -96,10 +97,13 @@ def triton_objection() -> Refusal | None:
     return Refusal("triton-ascend", found, why, f"run {triton_remedy(row)}")
 
 
-def triton_remedy(row: releases.Release) -> str:
+def triton_remedy(row: releases.Release, python: tuple[int, ...] = sys.version_info[:2]) -> str:
     wanted = row.triton_ascend
+    if python >= (3, 12):  # 3.2.0 has no wheel for it
+        return f"`pip install --no-deps triton-ascend=={wanted.releases[-1]}` from Ascend's package index"
     command = f"pip install --no-deps triton-ascend=={wanted.recommended}"
-    return f"`{command}` (vllm-ascend's own image has {wanted.releases[-1]})"
+    has = f" (vllm-ascend's own image has {wanted.releases[-1]})" if len(wanted.releases) > 1 else ""
+    return f"`{command}`{has}"
 
 
 def event_objection() -> Refusal | None:

@@ -9,10 +9,13 @@ the standard library only.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -59,13 +62,32 @@ def installed(*names: str) -> str | None:
     return None
 
 
+def package_folder(name: str) -> Path | None:
+    """Returns the folder of an installed package without importing it, also of an editable one; None if none is."""
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+        return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    return None
+
+
+def own_version(package: Path | None) -> str | None:
+    """Returns the `__version__` in a package's `_version.py`; None if it cannot be read.
+
+    A build of vLLM for no device is 0.23.0+empty in its metadata, and 0.23.0 there.
+    """
+    with suppress(OSError, TypeError):
+        return re.search(r"""^__version__ = .*?['"]([^'"]+)""", (package / "_version.py").read_text(), re.M)[1]
+    return None
+
+
 @dataclass(frozen=True)
 class Release:
     """A vLLM and the packages that it needs. Fields after `python` apply to releases on an NPU.
 
-    image: the tag of CANN's container image. driver: a release that users run with that CANN, and the oldest reported.
-    variables: (name, value, reason) of environment variables that this vllm-ascend needs.
-    triton_ascend: set if every step needs it.
+    python_on_ascend: those for which vllm-ascend has wheels. image: the tag of CANN's container image.
+    driver: a release that users run with that CANN, and the oldest for it. triton_ascend: for packed experts; its last
+    release is that of vllm-ascend's image. launches_triton: every step needs it.
+    asks_vllm: what vllm-ascend does if VLLM_VERSION or else vllm.__version__ is another than `vllm.recommended`.
     reckons_streams: vllm-ascend drops graph sizes that would take more streams than a card has.
     """
 
@@ -81,8 +103,9 @@ class Release:
     python_on_ascend: tuple[str, ...] = ()
     image: str = ""
     driver: tuple[str, tuple[int, int]] = ("", (0, 0))
-    variables: tuple[tuple[str, str, str], ...] = ()
     triton_ascend: Window | None = None
+    launches_triton: bool = False
+    asks_vllm: str = ""
     reckons_streams: bool = False
 
     def module(self, package: Package) -> ModuleType:
@@ -101,10 +124,12 @@ RELEASES = (
         torch_npu=Window("torch-npu", ("2.7.1", "2.7.1.post1"), "2.7.1"),  # 2.7.1.post2 is made for CANN 8.5
         # 8.3.RC1 is the first with sinks in its attention operator; its alpha builds have none
         cann=Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2"),
+        # triton-ascend's own table. 3.2.0 is for CANN 8.5: it passes `--target`, which 8.3's compiler does not know
+        triton_ascend=Window("triton-ascend", ("3.2.0rc4",), "3.2.0rc4"),
         python=("3.10", "3.11", "3.12"),
-        python_on_ascend=("3.11",),
+        python_on_ascend=("3.10", "3.11"),
         image="8.3.rc2-910b-ubuntu22.04-py3.11",
-        driver=("25.3.rc1", (25, 0)),
+        driver=("25.3.rc1", (25, 0)),  # by reports of users
         reckons_streams=True,
     ),
     Release(
@@ -112,24 +137,21 @@ RELEASES = (
         vllm=Window("vLLM", ("0.23.0",), "0.23.0"),
         devices=("npu",),
         model="npu_gptoss.serving.model:GptOssForCausalLM",
-        vllm_ascend=Window("vllm-ascend", ("0.23.0",), "0.23.0"),
+        vllm_ascend=Window("vllm-ascend", ("0.23.0", "0.23.0.post1"), "0.23.0"),
         torch=Window("torch", ("2.10.0",), "2.10.0"),
         torch_npu=Window("torch-npu", ("2.10.0.post4",), "2.10.0.post4"),
         cann=Window("CANN", ("9.1.0",), "9.1.0"),
         # vllm-ascend 0.23.0 asks for 3.2.2, which its image has; 3.2.0 has run a step's kernels here, emulated
         triton_ascend=Window("triton-ascend", ("3.2.0", "3.2.1", "3.2.2"), "3.2.0"),
+        launches_triton=True,
         python=("3.10", "3.11", "3.12"),
-        python_on_ascend=("3.11",),
+        python_on_ascend=("3.10", "3.11", "3.12"),
         image="9.1.0-910b-ubuntu22.04-py3.11",
-        driver=("26.0.rc1", (25, 5)),
-        variables=(
-            (
-                "VLLM_VERSION",
-                "0.23.0",
-                "a vLLM built from the source release reports 0.23.0+empty; vllm-ascend takes that for a later "
-                "release and ends with an AttributeError at its start",
-            ),
-        ),
+        driver=(
+            "26.0.rc1",
+            (25, 2),
+        ),  # CANN 9.1.0's table of drivers: 25.0 no; 25.2, 25.3, 25.5, 26.0.rc1 and 26.1.0 yes
+        asks_vllm="takes it for a later release and ends with an AttributeError at its start",
     ),
     Release(
         name="0.33",
