@@ -148,7 +148,7 @@ RRRR | NPU_GPTOSS_EXPERT_WEIGHTS=expanded --enable-lora
 SSSA | VLLM_USE_V2_MODEL_RUNNER=0 --tensor-parallel-size 1
 SSSA | VLLM_USE_BREAKABLE_CUDAGRAPH=0 --enforce-eager
 SSSR | VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 --max-model-len 200000
-UUSA | --weight-transfer-config '{"backend": "nccl"}'
+UURS | --weight-transfer-config '{"backend": "nccl"}'
 UUSA | --offload-group-size 2
 UUUU | --no-such-flag
 """

@@ -2,7 +2,7 @@
 
 vLLM shows a traceback in each process that fails, the deepest first, and a process that only heard of the failure has
 the last word. Here every process writes its traceback to one file, and the last line is the reason of the process that
-failed first. Ours are the hooks of Python for an error that nothing catches, and the two log records with which vLLM
+failed first. Ours are the hooks of Python for an error that nothing catches, and the three log records with which vLLM
 0.11 to 0.33 report a failed start; no function of vLLM is replaced.
 """
 
@@ -32,7 +32,9 @@ from npu_gptoss.errors import InputError, short
 FILE = "_GPTOSS_TRACEBACKS"  # names the file to the server's other processes; made by the first that fails
 _HEAD = "# "
 _LONGEST = 600  # characters of a foreign reason
-_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")  # their "… failed to start." has the error
+# Records of a failed start that carry its error: an engine's or a worker's, and their parent's
+_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.utils")
+_RECORDS = ("failed to start", "while running API servers")
 
 # What a foreign error's text contains, and what to do about it. The first that fits is told.
 _LEAVE, _PATH = "Leave out the option that needs it, or install it", "Check the model's path or name"
@@ -87,7 +89,7 @@ def install() -> None:
 
 
 def _not_its_traceback(record: logging.LogRecord) -> bool:
-    if not record.exc_info or "failed to start" not in str(record.msg):
+    if not record.exc_info or not any(words in str(record.msg) for words in _RECORDS):
         return True
     return not _written(record.exc_info[1]) or envs.get("NPU_GPTOSS_TRACEBACK")
 
