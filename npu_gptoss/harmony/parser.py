@@ -130,15 +130,12 @@ class TolerantParser(StreamableParser):
         self._messages: list[Message] | None = None  # as last read; None when there may be another
 
     def process(self, token: int) -> TolerantParser:
+        if token >= FIRST_SPECIAL_ID and self._spelled is not None and (spelled := self._spelled(token)) != (token,):
+            self._delta_is_fresh = self._completed = False
+            texts = [self.process(part).last_content_delta for part in spelled]
+            self._joined = "".join(text for text in texts if text)
+            return self
         self._joined = None
-        if token < FIRST_SPECIAL_ID or self._spelled is None or (spelled := self._spelled(token)) == (token,):
-            return self._process(token)
-        self._delta_is_fresh = self._completed = False
-        texts = [self._process(part).last_content_delta for part in spelled]
-        self._joined = "".join(text for text in texts if text)
-        return self
-
-    def _process(self, token: int) -> TolerantParser:
         if token == self._end_of_text:  # behind the `<|end|>` of an answer that a grammar of vLLM 0.33 ends so
             return self.process_eos()
         self._delta_is_fresh = self._completed = False
