@@ -23,7 +23,7 @@ _warned: set[str] = set()
 
 MODEL_TYPE = "gpt_oss"
 ARCHITECTURE = "GptOssForCausalLM"
-_ARCHITECTURES = (None, [ARCHITECTURE], [f"FSDP{ARCHITECTURE}"])  # the last is accelerate's class around the model
+_ARCHITECTURES = (None, [], [ARCHITECTURE], [f"FSDP{ARCHITECTURE}"])  # the last is accelerate's class around the model
 MXFP4 = "mxfp4"
 SLIDING, FULL = "sliding_attention", "full_attention"
 _CHECK_FILE = "check that the file belongs to a gpt-oss checkpoint and is unchanged"
@@ -153,7 +153,8 @@ _CHECKED: dict[str, Rule] = {
     # no effect on inference: training, initialisation, caching, the maker of the file
     **dict.fromkeys(("attention_dropout", "initializer_range", "router_aux_loss_coef"), NUMBER),
     **dict.fromkeys(("output_router_logits", "use_cache", "_attn_implementation_autoset"), BOOLEAN),
-    **dict.fromkeys(("transformers_version", "_name_or_path", "attn_implementation"), TEXT),
+    **dict.fromkeys(("transformers_version", "_name_or_path", "attn_implementation", "_attn_implementation"), TEXT),
+    **dict.fromkeys(("experts_implementation", "_experts_implementation"), TEXT),
     "bos_token_id": TOKEN,  # harmony's <|start|> opens a prompt, nothing is prepended
     "unsloth_fixed": BOOLEAN,  # set by a much used BF16 re-upload
 }
@@ -351,7 +352,7 @@ def _agreed(found: dict[str, Any]) -> Any:
 
 def _check_unknown(name: str, value: object) -> None:
     """Refuses a field that may change the model; warns of another one, once in a process."""
-    known = name in _UNKNOWN or _SPEAKS_OF_THE_MODEL.search(name)
+    known = name in _UNKNOWN or (_SPEAKS_OF_THE_MODEL.search(name) and not name.startswith("unsloth_"))  # its notes
     if known or not isinstance(value, (str, int, float, bool, type(None))):
         why, remedy = _UNKNOWN.get(name, _NO_FIELD)
         refuse(short(name, 100), why, value, remedy)
