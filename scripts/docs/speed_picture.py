@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.bench.roofline import H200, decode_work, prefill_work
 from npu_gptoss.files import write_atomically
-from scripts.docs.page_tables import ROOT
 
-FOLDER = ROOT / "docs/benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "docs/benchmarks"
 PICTURE = FOLDER / "speed.svg"
 ENGINES = {"ours": "inside_vllm_0_33", "stock": "peer_0_33"}
 WIDTH, LEFT, FULL, BAR = 800, 130, 440, 17

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from npu_gptoss.files import write_atomically
-from scripts.docs.page_tables import Tables
+from scripts.docs.tables import Tables
 from scripts.setup.environments import CLIENTS, REQUIREMENTS, ROOT, read_pins
 
 PAGE = "docs/use-it-from.md"
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = table(read(options.results))
     if options.write:
         page = ROOT / PAGE
-        tables = Tables(SCRIPT, PAGE, {"clients": lambda: made})
+        tables = Tables(PAGE, {"clients": lambda: made}, SCRIPT)
         write_atomically(page, tables.written(page.read_text(encoding="utf-8")).encode())
     else:
         print(made)

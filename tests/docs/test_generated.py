@@ -12,17 +12,15 @@ import pytest
 from npu_gptoss.doctor.memory import CARD, PUBLISHED_20B, PUBLISHED_120B, choice_of
 from npu_gptoss.model.device_memory import Part, gib, kv_bytes_per_token, thousands
 from npu_gptoss.serving.ascend.sizes import most_sizes
-from scripts.docs import configuration_page, doctor_page, files_page, soak_page, upstream_page
+from scripts.docs.tables import PAGES, Tables
 from scripts.serve_here import serve_command
 from tests.markdown import ROOT
 
-WRITERS = (configuration_page, doctor_page, files_page, soak_page, upstream_page)
 
-
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.TABLES.page)
-def test_a_generated_table_is_up_to_date(writer: object) -> None:
-    text = (ROOT / writer.TABLES.page).read_text(encoding="utf-8")
-    assert writer.TABLES.written(text) == text, f"python {writer.TABLES.script} --write"
+@pytest.mark.parametrize("tables", PAGES, ids=lambda tables: tables.page)
+def test_a_generated_table_is_up_to_date(tables: Tables) -> None:
+    text = (ROOT / tables.page).read_text(encoding="utf-8")
+    assert tables.written(text) == text, f"python {tables.script} --write"
 
 
 def table(page: str, mark: str) -> list[list[str]]:
