@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
-from npu_gptoss.frontend.sample import Sample, new_id, steps_until_done
+from npu_gptoss.frontend.sample import Sample, new_id
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
 from npu_gptoss.frontend.structure import forced_structure, structure_of
 from npu_gptoss.frontend.tools import Tool, custom_input, read_tools
@@ -207,24 +207,17 @@ def _echo(body: Mapping[str, Any], messages: Sequence[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The server's facts for an answer.
+class Facts(sample.Facts):
+    """The server's facts for a chat.
 
-    prompt_tokens: how many. role: of the message. fingerprint: of the system. cached_details: usage reports the tokens
-    found in the prefix cache. prompt: fields about the prompt, of the first chunk and of a whole answer. logprobs: maps
-    the front end's piece, and which of its tokens, to OpenAI's form. log: called with the text, tokens and finish
-    reason of each chunk, and at the end of each sample without tokens.
+    role: of the message. fingerprint: of the system. prompt: fields about the prompt, of the first chunk and of a whole
+    answer. logprobs: maps the front end's piece, and which of its tokens, to OpenAI's form.
     """
 
-    id: str
-    model: str
-    prompt_tokens: int
     role: str = "assistant"
     fingerprint: str | None = None
-    cached_details: bool = False
     prompt: Json = field(default_factory=dict)
     logprobs: Callable[[Piece, Sequence[int]], Json] | None = None
-    log: Callable[[str, Sequence[int] | None, str | None], None] | None = None
 
 
 class Choice:
@@ -290,9 +283,9 @@ class Choice:
         tool = self._tools.called(part.name or "")
         if event.what == "begun":
             calls.append({"index": number, "id": new_id("call")} | _call(tool, ""))
-        text = custom_input(part.text) if tool.kind == "custom" else event.text
         if event.what != ("ended" if tool.kind == "custom" else "more"):
             return
+        text = custom_input(part.text) if tool.kind == "custom" else event.text
         if not calls or calls[-1]["index"] != number:
             calls.append({"index": number, tool.kind: {_TEXT[tool.kind]: ""}})
         calls[-1][tool.kind][_TEXT[tool.kind]] += text
@@ -320,23 +313,19 @@ def _call(tool: Tool, text: str) -> Json:
     return {"type": tool.kind, tool.kind: {"name": tool.own_name, _TEXT[tool.kind]: text}}
 
 
-class Answer:
-    """The answer to a chat."""
+class Answer(sample.Answer):
+    """The answer to a chat. A stream's events are its lines, without the end (`data: [DONE]`)."""
 
     def __init__(self, request: Request, facts: Facts, new_turn: Callable[[], Turn]) -> None:
         self.request, self.facts = request, facts
         self.choices = [Choice(request, new_turn(), index) for index in range(request.n)]
+        super().__init__([choice.sample for choice in self.choices])
         self._created = int(time.time())
-        self._cached_tokens: int | None = None
-        self._extra: Json = {}
+        self._opened = False
         head = {"id": facts.id, "object": "chat.completion.chunk", "created": self._created, "model": facts.model}
         self._head = f'data: {json.dumps(head)[:-1]}, "choices": ['
         about_tokens = facts.logprobs is not None or request.with_token_ids or facts.log is not None
         self._plain = not (about_tokens or request.running_usage)  # chunks of text carry no other fields
-
-    @property
-    def samples(self) -> list[Sample]:
-        return [choice.sample for choice in self.choices]
 
     def usage(self, of: Sequence[Sample] | None = None) -> Json:
         """Returns token counts of all samples, or of these."""
@@ -344,20 +333,19 @@ class Answer:
         made, prompt = sum(sample.tokens for sample in samples), self.facts.prompt_tokens
         thought = sum(sample.turn.reasoning_tokens for sample in samples)
         usage: Json = {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
-        known = of is None and self.facts.cached_details and self._cached_tokens
-        usage["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens} if known else None
+        known = of is None and self.facts.cached_details and self.cached_tokens
+        usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens} if known else None
         return usage | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
-    async def whole(self, steps: AsyncIterator[Step]) -> Json:
+    def take(self, step: Step) -> None:
+        for piece in step.pieces:
+            choice = self.choices[piece.index]
+            if choice.sample.finish is None:
+                choice.sample.read(piece)
+                self._collect(choice, piece)
+
+    def ended(self) -> Json:
         """Returns the whole answer."""
-        async with aclosing(steps_until_done(steps, self.samples)) as given:
-            async for step in given:
-                self._take(step)
-                for piece in step.pieces:
-                    choice = self.choices[piece.index]
-                    if choice.sample.finish is None:
-                        choice.sample.read(piece)
-                        self._collect(choice, piece)
         choices = []
         for index, choice in enumerate(self.choices):
             self._log(choice)
@@ -371,7 +359,7 @@ class Answer:
         answer = {"id": facts.id, "object": "chat.completion", "created": self._created, "model": facts.model}
         answer |= {"choices": choices, "service_tier": None, "system_fingerprint": facts.fingerprint}
         answer |= {"usage": self.usage(), "prompt_logprobs": None, "prompt_token_ids": None, "kv_transfer_params": None}
-        return answer | facts.prompt | self._extra
+        return answer | facts.prompt | self.extra
 
     def _collect(self, choice: Choice, piece: Piece) -> None:
         choice.extra.update(piece.extra or {})
@@ -380,25 +368,20 @@ class Answer:
         if self.facts.logprobs is not None:
             choice.logprobs += self.facts.logprobs(piece, choice.sample.answer)["content"]
 
-    async def lines(self, steps: AsyncIterator[Step]) -> AsyncGenerator[str, None]:
-        """Yields the events of a stream, without its end (`data: [DONE]`)."""
-        opened = False
-        async with aclosing(steps_until_done(steps, self.samples)) as taken:
-            async for step in taken:
-                self._take(step)
-                for line in () if opened else self._opening():
-                    yield line
-                opened = True
-                for piece in step.pieces:
-                    choice = self.choices[piece.index]
-                    if choice.sample.finish is None and (line := self._line(choice, piece)) is not None:
-                        yield line
+    def events(self, step: Step) -> list[str]:
+        lines = [] if self._opened else self._opening()
+        self._opened = True
+        for piece in step.pieces:
+            choice = self.choices[piece.index]
+            if choice.sample.finish is None and (line := self._line(choice, piece)) is not None:
+                lines.append(line)
+        return lines
+
+    def end(self) -> list[str]:
         for choice in self.choices:
             self._log(choice)
-        if self.request.usage:
-            yield self._written(
-                "", {"usage": {k: v for k, v in self.usage().items() if v is not None}} | self._signed()
-            )
+        usage = {name: value for name, value in self.usage().items() if value is not None}
+        return [self._written("", {"usage": usage} | self._signed())] if self.request.usage else []
 
     def _opening(self) -> list[str]:
         running = {"usage": self.usage([])} if self.request.running_usage else {}
@@ -428,7 +411,7 @@ class Answer:
         tail: Json = {"usage": self.usage([sample])} if request.running_usage else {}
         if sample.finish is not None:
             about |= {"finish_reason": choice.finish_reason, "stop_reason": sample.stop_reason, **(piece.extra or {})}
-            tail |= self._extra if request.n == 1 else {}
+            tail |= self.extra if request.n == 1 else {}
             tail |= {} if request.usage else self._signed()
         if self.facts.log is not None:
             self.facts.log(_logged(delta), piece.token_ids, sample.finish)
@@ -441,16 +424,9 @@ class Answer:
     def _signed(self) -> Json:
         return {"system_fingerprint": self.facts.fingerprint} if self.facts.fingerprint else {}
 
-    def _take(self, step: Step) -> None:
-        if self._cached_tokens is None:
-            self._cached_tokens = step.cached_tokens
-        if step.extra:
-            self._extra |= step.extra
-
     def _log(self, choice: Choice) -> None:
         if self.facts.log is not None:
-            text = choice.turn.texts(Kind.ANSWER) or "".join(call.text for call in choice.turn.calls)
-            self.facts.log(text, None, choice.finish_reason)
+            self.facts.log(choice.sample.text, None, choice.finish_reason)
 
 
 def _choice(index: int, delta: Json, about: Json | None = None) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.message_blocks import INVALID_JSON, TOOL_CHANGES, conversation, shown
 from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
-from npu_gptoss.frontend.sample import Sample, new_id, steps_until_done
+from npu_gptoss.frontend.sample import Facts, Sample, new_id
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
 from npu_gptoss.frontend.tools import Tools, is_hosted, read_tools
 from npu_gptoss.frontend.turn import Event, Turn
@@ -317,21 +317,6 @@ def _is_named(tool: Any, name: Any) -> bool:
     return tool is not _NO_TOOL and name is not None and fields_of(tool).get("name") == name
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The server's facts for an answer.
-
-    prompt_tokens: how many. cached_details: usage reports the tokens found in the prefix cache. log: called with the
-    text, tokens and finish reason of each step of a stream, and at the end without tokens.
-    """
-
-    id: str
-    model: str
-    prompt_tokens: int
-    cached_details: bool = False
-    log: Callable[[str, Sequence[int] | None, str | None], None] | None = None
-
-
 # kind of a part -> type of its block, type of a change, and the field of the text in a change
 _TYPES = {
     Kind.ANSWER: ("text", "text_delta", "text"),
@@ -471,15 +456,15 @@ class _Blocks:
         return block
 
 
-class Answer:
-    """The answer to a request of messages."""
+class Answer(sample.Answer):
+    """The answer to a request of messages. A stream sends the events of a step together."""
 
     def __init__(self, request: Request, facts: Facts, new_turn: Callable[[], Turn]) -> None:
         self.request, self.facts = request, facts
         self.sample = Sample(new_turn())
+        super().__init__([self.sample])
         self._blocks = _Blocks(request)
-        self._cached_tokens: int | None = None
-        self._extra: Json = {}
+        self._opened = False
 
     @property
     def counts(self) -> Json:
@@ -490,7 +475,7 @@ class Answer:
     @property
     def usage(self) -> Json:
         """Returns token counts. Anthropic does not count cached tokens as input."""
-        cached = (self._cached_tokens if self.facts.cached_details else None) or 0
+        cached = (self.cached_tokens if self.facts.cached_details else None) or 0
         usage: Json = {"input_tokens": self.facts.prompt_tokens - cached, "output_tokens": self.sample.tokens}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
         return usage | {"output_tokens_details": {"thinking_tokens": self.sample.turn.reasoning_tokens}}
@@ -508,35 +493,31 @@ class Answer:
         # Anthropic has no name for an engine's other reasons ("abort"), which cut an answer off, too
         return {"stop_reason": "end_turn" if sample.finish == "stop" else "max_tokens", "stop_sequence": None}
 
-    async def whole(self, steps: AsyncIterator[Step]) -> Json:
+    def take(self, step: Step) -> None:
+        for piece in step.pieces:
+            if self.sample.finish is None:
+                self._blocks.read(self.sample.read(piece))
+
+    def ended(self) -> Json:
         """Returns the whole answer."""
-        async with aclosing(steps_until_done(steps, [self.sample])) as given:
-            async for step in given:
-                self._take(step)
-                for piece in step.pieces:
-                    if self.sample.finish is None:
-                        self._blocks.read(self.sample.read(piece))
         self._blocks.end()
         self._log()
-        return self._message([block.shown() for block in self._blocks.all]) | self._extra
+        return self._message([block.shown() for block in self._blocks.all]) | self.extra
 
-    async def events(self, steps: AsyncIterator[Step]) -> AsyncGenerator[str, None]:
-        """Yields the events of a stream, the events of a step together."""
-        opened = False
-        async with aclosing(steps_until_done(steps, [self.sample])) as given:
-            async for step in given:
-                self._take(step)
-                if not opened:
-                    opened = True
-                    yield _event("message_start", message=self._message([]))
-                lines = [line for piece in step.pieces for line in self._lines(piece)]
-                if lines:
-                    yield "".join(lines)
-        if not opened:
-            yield _event("message_start", message=self._message([]))
+    def events(self, step: Step) -> list[str]:
+        lines = self._opening()
+        for piece in step.pieces:
+            lines += self._lines(piece)
+        return ["".join(lines)] if lines else []
+
+    def end(self) -> list[str]:
         self._log()
-        last = _event("message_delta", delta=self.stop, usage=self.usage, **self._extra) + _event("message_stop")
-        yield "".join(self._blocks.end()) + last
+        last = _event("message_delta", delta=self.stop, usage=self.usage, **self.extra) + _event("message_stop")
+        return ["".join([*self._opening(), *self._blocks.end(), last])]
+
+    def _opening(self) -> list[str]:
+        opened, self._opened = self._opened, True
+        return [] if opened else [_event("message_start", message=self._message([]))]
 
     def _lines(self, piece: Piece) -> list[str]:
         if self.sample.finish is not None:
@@ -550,14 +531,6 @@ class Answer:
         message: Json = {"id": self.facts.id, "type": "message", "role": "assistant", "model": self.facts.model}
         return message | {"content": content, **self.stop, "usage": self.usage}
 
-    def _take(self, step: Step) -> None:
-        if self._cached_tokens is None:
-            self._cached_tokens = step.cached_tokens
-        if step.extra:
-            self._extra |= step.extra
-
     def _log(self) -> None:
         if self.facts.log is not None:
-            turn = self.sample.turn
-            text = turn.texts(Kind.ANSWER) or "".join(call.text for call in turn.calls)
-            self.facts.log(text, None, self.sample.finish)
+            self.facts.log(self.sample.text, None, self.sample.finish)

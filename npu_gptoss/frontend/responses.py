@@ -11,17 +11,17 @@ tests/serving/openai/test_ledger.py has every field of every release of vLLM und
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from openai_harmony import HarmonyError, Message, Role
 
+from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
 from npu_gptoss.frontend.response_items import Conversation, Item, read_input, tools_of, with_preambles
-from npu_gptoss.frontend.sample import Sample, steps_until_done
+from npu_gptoss.frontend.sample import Sample
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of, structure_of_format
 from npu_gptoss.frontend.tools import read_tools
@@ -202,33 +202,29 @@ def _harmony_messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The server's facts for a response. prompt_tokens: how many. stored: True if the server keeps it.
+class Facts(sample.Facts):
+    """The server's facts for a response. stored: True if the server keeps it.
 
     sampled: the engine's values of temperature, top_p, … logprobs: maps the front end's piece, and which of its tokens,
     to OpenAI's form.
     """
 
-    id: str
-    model: str
-    prompt_tokens: int
     stored: bool = False
     sampled: Json = field(default_factory=dict)
     logprobs: Callable[[Piece, Sequence[int]], list[Json]] | None = None
 
 
-class Answer:
-    """The answer to a request, `whole` or as `events`."""
+class Answer(sample.Answer):
+    """The answer to a request. After an error of the engine, `last` makes the last event of a stream."""
 
     def __init__(self, request: Request, facts: Facts, turn: Turn) -> None:
         self.request, self.facts, self.turn = request, facts, turn
         self.sample = Sample(turn)
+        super().__init__([self.sample])
         self._items: dict[int, Item] = {}  # by the number of their part
         self._hidden: set[int] = set()
         self._number = 0  # of the next event
         self._logprobs: list[Json] = []  # of text not yet sent
-        self._cached_tokens = 0
-        self._extra: Json = {}
         self._about = _about(request, facts)
 
     def items(self) -> list[Json]:
@@ -238,7 +234,7 @@ class Answer:
         prompt, made = self.facts.prompt_tokens, self.sample.tokens
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self._cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.cached_tokens or 0, "cache_write_tokens": 0},
             "output_tokens": made,
             "output_tokens_details": {"reasoning_tokens": self.turn.reasoning_tokens},
             "total_tokens": prompt + made,
@@ -253,7 +249,7 @@ class Answer:
         if self.sample.finish is None:
             self._read_events(self.turn.end("abort"), None)
         status = {"length": "incomplete", "abort": "cancelled", None: "cancelled"}.get(self.sample.finish, "completed")
-        response = self._about | {"status": status, "output": self.items(), "usage": self.usage()} | self._extra
+        response = self._about | {"status": status, "output": self.items(), "usage": self.usage()} | self.extra
         if status == "completed":
             response["completed_at"] = int(time.time())
         elif status == "incomplete":
@@ -288,25 +284,20 @@ class Answer:
             for part in parts
         ]
 
-    async def whole(self, steps: AsyncIterator[Step]) -> Json:
-        """Returns the whole response."""
-        async with aclosing(steps_until_done(steps, [self.sample])) as given:
-            async for step in given:
-                self._read(step, None)
-        return self.ended()
+    def take(self, step: Step) -> None:
+        self._read(step, None)
 
-    async def events(self, steps: AsyncIterator[Step]) -> AsyncGenerator[Json, None]:
-        """Yields the events of a stream. An error of the engine passes through; `last` makes the event for it."""
-        begun = self.response("in_progress")
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        async with aclosing(steps_until_done(steps, [self.sample])) as given:
-            async for step in given:
-                told: list[Json] = []
-                self._read(step, told)
-                for event in told:
-                    yield event
-        yield self.last(self.ended())
+    def begun(self) -> list[Json]:
+        response = self.response("in_progress")
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def events(self, step: Step) -> list[Json]:
+        told: list[Json] = []
+        self._read(step, told)
+        return told
+
+    def end(self) -> list[Json]:
+        return [self.last(self.ended())]
 
     def last(self, response: Json) -> Json:
         """Returns the last event, which has the final response."""
@@ -316,9 +307,6 @@ class Answer:
 
     def _read(self, step: Step, told: list[Json] | None) -> None:
         """told: collects the events of a stream; None for a whole answer."""
-        self._cached_tokens = self._cached_tokens or step.cached_tokens or 0
-        if step.extra:
-            self._extra |= step.extra
         for piece in step.pieces:
             if self.facts.logprobs is None:
                 self._read_events(self.sample.read(piece), told)

@@ -47,13 +47,17 @@ class Reading:
 
 @dataclass
 class Part:
-    """A message of the turn; `text` is the emitted part. `complete`: None while the model writes it."""
+    """A message of the turn; `text` is the emitted part, in `pieces`. `complete`: None while the model writes it."""
 
     number: int
     kind: Kind
     name: str | None = None  # the function of a call
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     complete: bool | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class Event(NamedTuple):
@@ -119,8 +123,6 @@ class _StopStrings:
 
     def more(self, text: str, looked_for: bool) -> tuple[str, str | None]:
         """Returns the text that can be emitted now, and the stop string that ended it."""
-        if not self._stop:
-            return text, None
         if not looked_for:
             sent, self._held = self._held + text, ""
             return sent, None
@@ -141,19 +143,20 @@ class _StopStrings:
         return held
 
 
-_NO_STOPS = Reading()
-
-
 @dataclass(slots=True)
 class _Open:
     """The message that the model is writing."""
 
     kind: Kind
     name: str | None
-    waits: bool  # for its end: it may be a forced call
-    stops: _StopStrings
-    read: list[str] = field(default_factory=list)  # the complete text
+    waits: bool = False  # for its end: it may be a forced call
+    stops: _StopStrings | None = None
+    read: list[str] = field(default_factory=list)  # the complete text, if not each text is emitted at once
     part: Part | None = None  # set once a part of it is emitted
+
+    @property
+    def at_once(self) -> bool:
+        return self.stops is None and not self.waits
 
 
 @dataclass
@@ -172,6 +175,7 @@ class Turn:
     reasoning_tokens: int = 0
     _tokens: int = 0
     _open: _Open | None = None
+    _direct: Part | None = None  # its part, if texts are emitted at once
     _over: bool = False
 
     def begin(self, header: Iterable[int]) -> None:
@@ -185,7 +189,12 @@ class Turn:
         if self.stopped is not None or self._over:
             return []
         self._tokens += 1
-        parser = self.parser.process(token)
+        parser, part = self.parser.process(token), self._direct
+        if part is not None and parser.settled:  # nearly all tokens
+            self.kind = part.kind
+            self.reasoning_tokens += part.kind is Kind.REASONING
+            part.pieces.append(parser.last_content_delta)
+            return [Event(part, "more", parser.last_content_delta)]
         events: list[Event] = []
         if self._open is None:
             if parser.in_content:
@@ -251,11 +260,15 @@ class Turn:
         if kind is Kind.CALL and self.reading.choice == "none":
             kind, name = Kind.ANSWER, None
         waits = self.reading.forced and kind is Kind.ANSWER and channel != Kind.CALL.value
-        return _Open(kind, name, waits, _StopStrings(self.reading if kind is Kind.ANSWER else _NO_STOPS))
+        stops = _StopStrings(self.reading) if self.reading.stop and kind is Kind.ANSWER else None
+        return _Open(kind, name, waits, stops)
 
     def _read(self, text: str, events: list[Event]) -> None:
         message = self._open
         if not text:
+            return
+        if message.at_once:
+            self._emit(message, text, events)
             return
         message.read.append(text)
         if message.waits:
@@ -269,7 +282,7 @@ class Turn:
     def _close(self, text: str, complete: bool, events: list[Event]) -> None:
         """Sets the message's final text: an incomplete character becomes text only now."""
         message = self._open
-        read = "".join(message.read)
+        read = message.part.text if message.at_once and message.part else "".join(message.read)
         if text.startswith(read):
             self._read(text[len(read) :], events)
             if self.stopped is not None:
@@ -278,12 +291,12 @@ class Turn:
         is_call = message.waits and not self.calls and (complete or not self.reading.raw_input)
         calls = forced_calls(self.reading, read) if is_call else []
         for name, arguments in calls:
-            call = _Open(Kind.CALL, name, False, message.stops)
+            call = _Open(Kind.CALL, name)
             self._emit(call, arguments, events)
             self._ended(call, True, events)
         if calls:
             return
-        rest = read if message.waits else message.stops.rest()
+        rest = read if message.waits else message.stops.rest() if message.stops else ""
         if message.kind is Kind.CALL and complete and not read.strip():
             rest = "{}"  # a function without parameters: clients read JSON
         if rest:
@@ -297,15 +310,16 @@ class Turn:
             message.part = Part(len(self.parts), message.kind, message.name)
             self.parts.append(message.part)
             events.append(Event(message.part, "begun"))
+            self._direct = message.part if message.at_once else None
         return message.part
 
     def _emit(self, message: _Open, text: str, events: list[Event]) -> None:
         part = self._part_of(message, events)
-        part.text += text
+        part.pieces.append(text)
         events.append(Event(part, "more", text))
 
     def _ended(self, message: _Open, complete: bool, events: list[Event]) -> None:
         if message.part is not None:
             message.part.complete = complete
             events.append(Event(message.part, "ended"))
-        self._open = None
+        self._open = self._direct = None

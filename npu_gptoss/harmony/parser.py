@@ -102,6 +102,15 @@ def _tokens(encoding: HarmonyEncoding, text: str) -> tuple[int, ...]:
     return tuple(encoding.encode(text, allowed_special="all"))
 
 
+@functools.cache
+def _texts(encoding: HarmonyEncoding) -> dict[int, str]:
+    """The text of each token seen so far that is whole characters."""
+    return {}
+
+
+_WAITING = 64  # tokens
+
+
 class TolerantParser(StreamableParser):
     """openai-harmony's parser, but it never raises and loses no text of the assistant before the end of its turn.
 
@@ -110,7 +119,17 @@ class TolerantParser(StreamableParser):
     header is text of the channel that the header names. A message of another role is dropped.
 
     spelled: tokens of the published vocabulary with the text of a special or added token (`Encoder.spelled`).
+
+    A token of text whose characters are known waits, and the strict parser reads many at once: on a host that does
+    something else between two tokens it would take ten microseconds for each.
+
+    last_content_delta: the text that the last token completed; None when it completed none, also when it was dropped.
+    completed: the last token ended a message, the last of `messages`. settled: it was whole characters of a text.
     """
+
+    last_content_delta: str | None = None
+    completed = False
+    settled = False
 
     def __init__(
         self, encoding: HarmonyEncoding, role: Role | None, spelled: Callable[[int], Sequence[int]] | None = None
@@ -118,27 +137,31 @@ class TolerantParser(StreamableParser):
         super().__init__(encoding, role=role)
         self._encoding = encoding
         self._spelled = spelled
-        self._joined: str | None = None  # the text of a token that is spelled by others
         self._start, self._message, self._end = _tokens(encoding, "<|start|><|message|><|end|>")
         (self._end_of_text,) = _tokens(encoding, "<|endoftext|>")  # a stop token, too, by generation_config.json
         self._turn_ends = frozenset(encoding.stop_tokens_for_assistant_actions())
         self._message_ends = frozenset(encoding.stop_tokens())
         self._phase = _Phase.BETWEEN if role is None else _Phase.HEADER
         self._header: list[int] = []  # tokens after <|start|>
-        self._delta_is_fresh = False
-        self._completed = False
+        self._texts = _texts(encoding)
+        self._waiting: list[int] = []  # tokens that the strict parser has not read
         self._messages: list[Message] | None = None  # as last read; None when there may be another
 
     def process(self, token: int) -> TolerantParser:
-        if token >= FIRST_SPECIAL_ID and self._spelled is not None and (spelled := self._spelled(token)) != (token,):
-            self._delta_is_fresh = self._completed = False
-            texts = [self.process(part).last_content_delta for part in spelled]
-            self._joined = "".join(text for text in texts if text)
+        if self.settled and (text := self._texts.get(token)) is not None:
+            self.last_content_delta = text
+            self._waiting.append(token)
+            if len(self._waiting) == _WAITING:
+                self._catch_up()
             return self
-        self._joined = None
+        if token >= FIRST_SPECIAL_ID and self._spelled is not None and (spelled := self._spelled(token)) != (token,):
+            self.last_content_delta, self.completed, self.settled = None, False, False
+            texts = [self.process(part).last_content_delta for part in spelled]
+            self.last_content_delta = "".join(text for text in texts if text)
+            return self
         if token == self._end_of_text:  # behind the `<|end|>` of an answer that a grammar of vLLM 0.33 ends so
             return self.process_eos()
-        self._delta_is_fresh = self._completed = False
+        self.last_content_delta, self.completed = None, False
         if self._phase is _Phase.CONTENT:
             self._process_content(token)
         elif self._phase is not _Phase.OVER:
@@ -147,16 +170,20 @@ class TolerantParser(StreamableParser):
 
     def process_eos(self) -> TolerantParser:
         """Ends the turn after its last token: a message that is cut off in its text ends there."""
-        self._delta_is_fresh, self._completed, self._messages, self._joined = False, False, None, None
+        self.last_content_delta, self.completed, self._messages = None, False, None
+        self._catch_up()
+        self.settled = False
         if self._phase is _Phase.CONTENT:
             super().process_eos()
-            self._completed = True
+            self.completed = True
         elif self._phase is _Phase.HEADER:
             self._end_in_header()
         self._phase = _Phase.OVER
         return self
 
     def _process_content(self, token: int) -> None:
+        self._catch_up()
+        self.settled = False
         if token in self._message_ends:  # of the others the strict parser begins and ends no message
             self._messages = None
         try:
@@ -164,10 +191,19 @@ class TolerantParser(StreamableParser):
         except HarmonyError as error:
             logger.debug("harmony: token %d dropped from a message: %s", token, error)
             return
-        self._delta_is_fresh = True
+        text = self.last_content_delta = self._inner.last_content_delta
         if token in self._message_ends:
-            self._completed = True
+            self.completed = True
             self._phase = _Phase.OVER if token in self._turn_ends else _Phase.BETWEEN
+        elif token < FIRST_SPECIAL_ID and text == self._encoding.decode([token]) and "\ufffd" not in text:
+            self.settled = True
+            self._texts[token] = text
+
+    def _catch_up(self) -> None:
+        """Gives the strict parser the tokens that wait."""
+        waiting, self._waiting = self._waiting, []
+        for token in waiting:
+            super().process(token)
 
     def _process_outside(self, token: int) -> None:
         if token in self._message_ends or token == self._start:
@@ -183,7 +219,7 @@ class TolerantParser(StreamableParser):
         elif self._read_header():
             self._messages = None
             self._phase = _Phase.CONTENT
-            self._delta_is_fresh = True
+            self.last_content_delta = self._inner.last_content_delta
         else:
             self._phase = _Phase.SKIPPED
 
@@ -221,7 +257,7 @@ class TolerantParser(StreamableParser):
             return
         for token in (*self._encoding.encode(content, disallowed_special=()), self._end):
             super().process(token)
-        self._completed, self._messages = True, None
+        self.completed, self._messages = True, None
 
     def _read_strictly(self, header: list[int]) -> bool:
         named = header and not self._encoding.is_special_token(header[0])
@@ -262,11 +298,6 @@ class TolerantParser(StreamableParser):
         return self._phase is _Phase.CONTENT
 
     @property
-    def completed(self) -> bool:
-        """True when the last token ended a message, the last of `messages`."""
-        return self._completed
-
-    @property
     def messages(self) -> list[Message]:
         """The messages that have ended. Cached: the strict parser writes and reads JSON of them all."""
         if self._messages is None:
@@ -274,8 +305,6 @@ class TolerantParser(StreamableParser):
         return list(self._messages)
 
     @property
-    def last_content_delta(self) -> str | None:
-        """Text that the last token completed; None when it completed none, also when it was dropped."""
-        if self._joined is not None:
-            return self._joined
-        return super().last_content_delta if self._delta_is_fresh else None
+    def current_content(self) -> str:
+        self._catch_up()
+        return super().current_content

@@ -89,7 +89,7 @@ def ask(library, encoder, tokens) -> Callable[..., Any]:  # noqa: F811
         async def go() -> Any:
             if bite is None:
                 return await answer.whole(script.steps())
-            return [line async for line in answer.lines(script.steps())]
+            return [line async for line in answer.stream(script.steps())]
 
         got = asyncio.run(go())
         assert script.closed

@@ -57,7 +57,7 @@ def answer(library, encoder, tokens) -> Callable[..., Any]:
         async def go() -> Any:
             if bite is None:
                 return await made.whole(script.steps())
-            return gathered("".join([text async for text in made.events(script.steps())]))
+            return gathered("".join([text async for text in made.stream(script.steps())]))
 
         got = asyncio.run(go())
         assert script.closed

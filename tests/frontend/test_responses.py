@@ -46,7 +46,7 @@ def respond(library, encoder, tokens):
         async def go() -> Any:
             if bite is None:
                 return await answer.whole(steps.steps())
-            return [event async for event in answer.events(steps.steps())]
+            return [event async for event in answer.stream(steps.steps())]
 
         got = asyncio.run(go())
         assert steps.closed

@@ -272,7 +272,7 @@ def run(script: Any, library: Any, encoder: Any, **fields: Any) -> list[str]:
     answer = chat.Answer(request, chat.Facts("c", "m", 7), lambda: request.asked.turn(encoder))
 
     async def go() -> list[str]:
-        return [line async for line in answer.lines(script.steps())]
+        return [line async for line in answer.stream(script.steps())]
 
     return asyncio.run(go())
 
@@ -326,7 +326,7 @@ def test_a_client_that_leaves_does_not_end_the_generation(library, encoder, toke
     script = Script(tokens(THOUGHT + FOUR), 1)
 
     async def leave() -> None:
-        lines = answer.lines(script.steps())
+        lines = answer.stream(script.steps())
         await anext(lines)
         await anext(lines)
         await lines.aclose()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from npu_gptoss.frontend import chat
@@ -34,9 +33,9 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     except of_the_request() as error:
         return refusal(error)
     if wanted.stream:
-        return _lines(answer, started, raw_request)
+        return answer.stream(started.outputs, started.step, functools.partial(_last_lines, answer, raw_request))
     try:
-        told = await answer.whole(started.steps())
+        told = await answer.whole(started.outputs, started.step)
     except engine_ended() as error:  # vLLM answers it with 500
         return failure(error)
     use(raw_request, told["usage"])
@@ -61,7 +60,7 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
     except of_the_request() as error:
         return refusal(error)
     try:
-        told = await asyncio.gather(*(a.whole(run.steps()) for a, run in zip(answers, started, strict=True)))
+        told = await asyncio.gather(*(a.whole(run.outputs, run.step) for a, run in zip(answers, started, strict=True)))
     except engine_ended() as error:
         return failure(error)
     whole = {**told[0], "id": base, "choices": [c for one in told for c in one["choices"]]}
@@ -115,13 +114,10 @@ def answer_class(base: type) -> type:
     return Answered
 
 
-async def _lines(answer: chat.Answer, started: Started, raw_request: Any) -> AsyncIterator[str]:
-    try:
-        async with aclosing(answer.lines(started.steps())) as lines:
-            async for line in lines:
-                yield line
+def _last_lines(answer: chat.Answer, raw_request: Any, error: Exception | None) -> Iterator[str]:
+    if error is None:
         use(raw_request, answer.usage())
-    except Exception as error:
+    else:
         log_failure("a streamed chat failed", error)
         yield f"data: {json.dumps(failure(error).model_dump())}\n\n"
     yield "data: [DONE]\n\n"

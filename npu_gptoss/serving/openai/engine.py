@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,34 +90,30 @@ class Started:
     outputs: AsyncGenerator[Any, None]
     model: str
     whole: bool
+    tokens: int = 0  # generated so far
 
     def turn(self) -> Turn:
         return self.asked.turn(encoder_of(self.serving))
 
-    async def steps(self) -> AsyncIterator[Step]:
-        """Yields the engine's outputs as steps; closing the generator aborts the request."""
-        tokens = 0
-        try:
-            async for output in self.outputs:
-                pieces = []
-                for done in output.outputs:
-                    tokens += len(done.token_ids)
-                    if done.finish_reason is None:
-                        pieces.append(Piece(done.index, done.token_ids, None, None, done.logprobs))
-                    else:
-                        pieces.append(self._last_piece(done))
-                extra = self._about(output, tokens) if output.finished or output.prompt_logprobs else None
-                yield Step(pieces, output.num_cached_tokens, extra)
-        finally:
-            await self.outputs.aclose()
+    def step(self, output: Any) -> Step:
+        """Returns the step of one of `outputs`."""
+        pieces = []
+        for done in output.outputs:
+            self.tokens += len(done.token_ids)
+            if done.finish_reason is None:
+                pieces.append(Piece(done.index, done.token_ids, None, None, done.logprobs))
+            else:
+                pieces.append(self._last_piece(done))
+        extra = self._about(output) if output.finished or output.prompt_logprobs else None
+        return Step(pieces, output.num_cached_tokens, extra)
 
     def _last_piece(self, done: Any) -> Piece:
         release().raise_if_error(self.serving, done.finish_reason, self.name)
         extra = release().about_choice(self.plain, done, self.whole)
         return Piece(done.index, done.token_ids, done.finish_reason, done.stop_reason, done.logprobs, extra)
 
-    def _about(self, output: Any, tokens: int) -> dict[str, Any]:
-        about = release().about_answer(self.serving, self.plain, output, tokens) if output.finished else {}
+    def _about(self, output: Any) -> dict[str, Any]:
+        about = release().about_answer(self.serving, self.plain, output, self.tokens) if output.finished else {}
         if output.prompt_logprobs and self.whole:
             about["prompt_logprobs"] = [_logprobs(position) for position in output.prompt_logprobs]
         return about

@@ -6,8 +6,8 @@ vLLM's routes build Anthropic's JSON of an error: 0.23 takes its type from the e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,8 @@ async def _answered(serving: Any, body: Mapping[str, Any], raw_request: Any) -> 
         started = await start(serving, wanted.asked, name, raw_request, stream=wanted.stream)
         answer = messages.Answer(wanted, _facts(started, wanted), started.turn)
         if wanted.stream:
-            return _events(answer, started, raw_request)
-        told = await answer.whole(started.steps())
+            return answer.stream(started.outputs, started.step, functools.partial(_last_event, answer, raw_request))
+        told = await answer.whole(started.outputs, started.step)
         use(raw_request, answer.counts)
     except Exception as error:
         return _failed(error)
@@ -101,13 +101,10 @@ def _facts(started: Started, wanted: messages.Request) -> messages.Facts:
     )
 
 
-async def _events(answer: messages.Answer, started: Started, raw_request: Any) -> AsyncIterator[str]:
-    try:
-        async with aclosing(answer.events(started.steps())) as events:
-            async for event in events:
-                yield event
+def _last_event(answer: messages.Answer, raw_request: Any, error: Exception | None) -> Iterator[str]:
+    if error is None:
         use(raw_request, answer.counts)
-    except Exception as error:
+    else:
         log_failure("a streamed message failed", error)
         known = failure(error).error
         yield messages.error_event(known.message, known.code)

@@ -139,13 +139,13 @@ class _Work:
         self.id = started.name
 
     async def whole(self) -> Any:
-        told = await self.answer.whole(self.started.steps())
+        told = await self.answer.whole(self.started.outputs, self.started.step)
         self._use(False)
         return await self._keep(told)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         try:
-            async with aclosing(self.answer.events(self.started.steps())) as events:
+            async with aclosing(self.answer.stream(self.started.outputs, self.started.step)) as events:
                 async for told in events:
                     if told["type"] in responses.LAST_EVENTS:
                         self._use(True)
