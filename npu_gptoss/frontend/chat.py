@@ -15,13 +15,13 @@ from typing import Any
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
+from npu_gptoss.frontend.request import Asked, Defaults, ask, reading
 from npu_gptoss.frontend.sample import Sample, new_id
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
 from npu_gptoss.frontend.structure import forced_structure, structure_of
 from npu_gptoss.frontend.tools import Tool, custom_input, read_tools
 from npu_gptoss.frontend.turn import Event, Part, Turn
-from npu_gptoss.harmony.conversation import ConversationError, as_text, chat_message, fields_of
+from npu_gptoss.harmony.conversation import ConversationError, as_text, chat_message, expected, fields_of, sequence
 from npu_gptoss.harmony.parser import Kind
 
 Json = dict[str, Any]
@@ -90,20 +90,14 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
     """Reads a request of /v1/chat/completions. Raises ConversationError, which names the field."""
     _refuse(body)
     warnings = [f"{name:.80} is no field of a chat and has no effect" for name in body if name not in _KNOWN]
-    template = template_arguments(body.get("chat_template_kwargs"), warnings)
     inner = body.get("reasoning")
-    words = [
-        ("reasoning_effort", body.get("reasoning_effort")),
-        ("reasoning.effort", inner.get("effort") if isinstance(inner, Mapping) else None),
-        ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort")),
-    ]
-    param, effort = mapped_effort(words, defaults)
     deprecated = body.get("functions") is not None and body.get("tools") is None
-    parallel = body.get("parallel_tool_calls")
-    given = [{"type": "function", "function": one} for one in body["functions"]] if deprecated else body.get("tools")
-    choice = _deprecated_choice(body.get("function_call")) if deprecated else body.get("tool_choice")
+    given, choice, parallel = body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
+    if deprecated:
+        given, choice = [{"type": "function", "function": one} for one in body["functions"]], body.get("function_call")
+        choice = {"type": "function", "function": choice} if isinstance(choice, Mapping) else choice
     tools = read_tools(given, choice, parallel=parallel is not False)
-    messages = body.get("messages")
+    messages = body["messages"]
     continued = _continued(body, messages)
     turns, names = [], {}
     for number, message in enumerate(messages if continued is None else messages[:-1]):
@@ -111,27 +105,22 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
     if continued is not None and continued[0] == "final":
         last = fields_of(messages[-1])
         turns += chat_message(f"messages[{len(messages) - 1}]", {**last, "content": None}, names)
-    structure = forced_structure(tools, structure_of(body))
-    if structure and continued is not None:
-        raise ConversationError(
-            f"{structure.param}: an answer that continue_final_message continues has no structure; leave one out.",
-            structure.param,
-        )
     options = body.get("stream_options") or {}
     usage = bool(defaults.with_usage or options.get("include_usage"))
-    asked = Asked(
+    asked = ask(
+        body,
+        defaults,
+        warnings,
+        efforts=[
+            ("reasoning_effort", body.get("reasoning_effort")),
+            ("reasoning.effort", inner.get("effort") if isinstance(inner, Mapping) else None),
+        ],
+        continued=continued,
         turns=turns,
         tools=tools,
         reading=reading(tools, body.get("stop"), body.get("include_stop_str_in_output"), body.get("min_tokens")),
-        structure=structure,
-        effort=effort,
-        effort_param=param,
+        structure=forced_structure(tools, structure_of(body)),
         sampling=_sampling(body),
-        identity=template.get("model_identity") or defaults.identity,
-        continued=continued,
-        instructions_in_system=defaults.instructions_in_system,
-        date=defaults.date,
-        warnings=(*tools.warnings, *warnings),
     )
     return Request(
         asked,
@@ -151,15 +140,12 @@ _KNOWN = READ | PASSED | WITHOUT_EFFECT | REFUSED.keys() | {BEAM_SEARCH}
 
 
 def _refuse(body: Mapping[str, Any]) -> None:
-    for name, (accepted, expected) in REFUSED.items():
+    for name, (accepted, wanted) in REFUSED.items():
         if body.get(name) not in accepted:
-            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
-    messages = body.get("messages")
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ConversationError(f"messages: expected a list of at least one message, got {messages!r:.80}.")
-    functions = body.get("functions")
-    if functions is not None and (not isinstance(functions, Sequence) or isinstance(functions, str)):
-        raise ConversationError(f"functions: expected a list of functions, got {functions!r:.80}.", "functions")
+            raise expected(name, wanted, body[name])
+    if not sequence(body.get("messages"), "messages"):
+        raise expected("messages", "a list of at least one message", body.get("messages"))
+    sequence(body.get("functions"), "functions")
 
 
 def _sampling(body: Mapping[str, Any]) -> Json:
@@ -167,10 +153,6 @@ def _sampling(body: Mapping[str, Any]) -> Json:
     if sampling.get("logprobs"):
         sampling.setdefault("top_logprobs", 0)  # the tokens' own, without others
     return sampling
-
-
-def _deprecated_choice(choice: Any) -> Any:
-    return {"type": "function", "function": choice} if isinstance(choice, Mapping) else choice
 
 
 def _continued(body: Mapping[str, Any], messages: Sequence[Any]) -> tuple[str, str] | None:

@@ -10,10 +10,11 @@ from openai_harmony import Message, Role
 
 from npu_gptoss.frontend.tools import UNREADABLE
 from npu_gptoss.harmony.conversation import (
-    ConversationError,
     developer_message,
+    expected,
     fields_of,
     said,
+    text_field,
     tool_call,
     tool_result,
 )
@@ -28,10 +29,6 @@ TOOL_CHANGES = {"tool_addition", "tool_removal"}
 # Anthropic's documentation makes clients send a call's input back within this key if it is no JSON object. A whole
 # answer uses it here too: the text is kept, and no tool runs with half of its input.
 INVALID_JSON = "INVALID_JSON"
-
-
-def shown(value: Any) -> str:
-    return "null" if value is None else f"{value!r:.80}"
 
 
 def conversation(body: Mapping[str, Any], warnings: list[str]) -> tuple[list[Message], tuple[str, str] | None]:
@@ -50,8 +47,7 @@ def conversation(body: Mapping[str, Any], warnings: list[str]) -> tuple[list[Mes
         elif role in ("user", "assistant"):
             turns += _turns(role, content, f"{place}.content", names, warnings)
         else:
-            path = f"{place}.role"
-            raise ConversationError(f"{path}: expected user, assistant or system, got {shown(role)}.", path)
+            raise expected(f"{place}.role", "user, assistant or system", role)
     return turns, None
 
 
@@ -68,7 +64,7 @@ def _blocks(content: Any, place: str, warnings: list[str]) -> list[tuple[str, Ma
     if isinstance(content, str):
         return [(place, {"type": "text", "text": content})]
     if not isinstance(content, Sequence):
-        raise ConversationError(f"{place}: expected a text or a list of blocks, got {shown(content)}.", place)
+        raise expected(place, "a text or a list of blocks", content)
     blocks = []
     for number, block in enumerate(content):
         path = f"{place}[{number}]"
@@ -121,11 +117,8 @@ def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str]
         elif kind == "text":
             text += _text(block, path)
         else:
-            raise ConversationError(
-                f"{path}: expected a block of text, because the model continues a last message of the assistant, "
-                f"got one of type {shown(kind)}. End messages with one of the user.",
-                path,
-            )
+            what = "a block of text, because the model continues a last message of the assistant"
+            raise expected(path, what, kind, " End messages with one of the user.")
     thought = "\n".join(filter(None, thoughts))
     if text:
         return [said(thought, "analysis")] if thought else [], ("final", text)
@@ -133,15 +126,13 @@ def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str]
 
 
 def _call(block: Mapping[str, Any], path: str, names: dict[str, str]) -> Message:
-    name, given = _field(block, "name", path), block.get("input")
-    if not name:
-        raise ConversationError(f"{path}.name: expected the name of a tool, got {name!r}.", f"{path}.name")
+    name, given = text_field(block, "name", path), block.get("input")
     if isinstance(given, Mapping):
         raw = given.get(INVALID_JSON) if len(given) == 1 else None
         # Without spaces, as the model writes it, so that the prefix cache matches
         given = raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
     if given is not None and not isinstance(given, str):
-        raise ConversationError(f"{path}.input: expected an object, got {given!r:.80}.", f"{path}.input")
+        raise expected(f"{path}.input", "an object", given)
     if isinstance(block.get("id"), str):
         names[block["id"]] = name
     return tool_call(name, given or "{}")
@@ -151,11 +142,7 @@ def _result(block: Mapping[str, Any], path: str, names: Mapping[str, str], warni
     given, content = block.get("tool_use_id"), block.get("content")
     name = names.get(given) if isinstance(given, str) else None
     if name is None:
-        place = f"{path}.tool_use_id"
-        raise ConversationError(
-            f"{place}: expected the id of a tool_use block in an assistant message before it, got {shown(given)}.",
-            place,
-        )
+        raise expected(f"{path}.tool_use_id", "the id of a tool_use block in an assistant message before it", given)
     blocks = [] if content is None else _blocks(content, f"{path}.content", warnings)
     text = "\n".join(_text_of_result(one, place, warnings) for place, one in blocks)
     if block.get("is_error") and not text.lower().startswith(("error", "<tool_use_error>")):
@@ -176,7 +163,7 @@ def _text_of_result(block: Mapping[str, Any], path: str, warnings: list[str]) ->
 def _field(block: Mapping[str, Any], name: str, path: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise ConversationError(f"{path}.{name}: expected a text, got {shown(value)}.", f"{path}.{name}")
+        raise expected(f"{path}.{name}", "a text", value)
     return value
 
 
@@ -196,8 +183,8 @@ def _text(block: Mapping[str, Any], path: str) -> str:
     if kind == "document" and source.get("type") in ("text", "content"):
         name = "data" if source["type"] == "text" else "content"
         return _titled(block, ("title", "context"), source.get(name), f"{path}.source.{name}")
-    got = shown(kind) if not source else f"{shown(kind)} with a source of type {shown(source.get('type'))}"
-    raise ConversationError(f"{path}: expected text, which is all that gpt-oss reads, got a block of type {got}.", path)
+    got = {"type": kind, "source": {"type": source.get("type")}} if source else {"type": kind}
+    raise expected(path, "a block of text, which is all that gpt-oss reads", got)
 
 
 def _titled(block: Mapping[str, Any], titles: Sequence[str], content: Any, place: str) -> str:

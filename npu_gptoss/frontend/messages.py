@@ -15,13 +15,13 @@ from typing import Any
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.message_blocks import INVALID_JSON, TOOL_CHANGES, conversation, shown
-from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
+from npu_gptoss.frontend.message_blocks import INVALID_JSON, TOOL_CHANGES, conversation
+from npu_gptoss.frontend.request import Asked, Defaults, ask, reading
 from npu_gptoss.frontend.sample import Facts, Sample, new_id
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
 from npu_gptoss.frontend.tools import Tools, is_hosted, read_tools
 from npu_gptoss.frontend.turn import Event, Turn
-from npu_gptoss.harmony.conversation import ConversationError, fields_of
+from npu_gptoss.harmony.conversation import expected, fields_of, mapping, sequence
 from npu_gptoss.harmony.encoding import ContextError, Encoder
 from npu_gptoss.harmony.parser import Kind
 
@@ -139,56 +139,37 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
     _refuse(body, counting)
     warnings = [f"{name:.80} is no field of a message and has no effect" for name in body if name not in _KNOWN]
     warnings += [f"{name} is left out: {why}" for name, why in LEFT_OUT.items() if body.get(name)]
-    template = template_arguments(body.get("chat_template_kwargs"), warnings)
     with_reasoning = _with_reasoning(body.get("thinking"), warnings)
-    config = _object(body, "output_config")
-    words = [
-        ("output_config.effort", config.get("effort")),
-        ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort")),
-        ("thinking.type", None if with_reasoning else THINKING_OFF),
-    ]
-    param, effort = mapped_effort(words, replace(defaults, efforts=EFFORTS | dict(defaults.efforts)))
+    efforts = EFFORTS | dict(defaults.efforts)
+    defaults = replace(defaults, efforts=efforts, effort=defaults.effort if with_reasoning else THINKING_OFF)
+    config = mapping(body.get("output_config"), "output_config")
     tools = _tools(body, warnings)
     turns, continued = conversation(body, warnings)
-    structure = forced_structure(tools, _structure(body, config))
-    if structure and continued is not None:
-        raise ConversationError(
-            f"{structure.param}: an answer that continues the last message cannot have a structure; end messages "
-            "with one of the user.",
-            structure.param,
-        )
-    asked = _Asked(
+    asked = ask(
+        body,
+        defaults,
+        warnings,
+        efforts=[("output_config.effort", config.get("effort"))],
+        continued=continued,
+        kind=_Asked,
         turns=turns,
         tools=tools,
         reading=reading(tools, _stop_sequences(body)),
-        structure=structure,
-        effort=effort,
-        effort_param=param,
+        structure=forced_structure(tools, _structure(body, config)),
         sampling={name: value for name, value in body.items() if name in PASSED and value is not None},
-        identity=template.get("model_identity") or defaults.identity,
-        continued=continued,
-        instructions_in_system=defaults.instructions_in_system,
-        warnings=(*tools.warnings, *warnings),
     )
     return Request(asked, bool(body.get("stream")), with_reasoning, None if tools.parallel else 1)
 
 
 def _refuse(body: Mapping[str, Any], counting: bool) -> None:
-    for name, expected in REFUSED.items():
+    for name, wanted in REFUSED.items():
         if body.get(name) is not None:
-            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
-    messages, wanted = body.get("messages"), body.get("max_tokens")
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ConversationError(f"messages: expected a list of at least one message, got {shown(messages)}.")
-    if not counting and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
-        raise ConversationError(f"max_tokens: expected a number from 1, got {shown(wanted)}.", "max_tokens")
-
-
-def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise ConversationError(f"{name}: expected an object, got {value!r:.80}.", name)
-    return value or {}
+            raise expected(name, wanted, body[name])
+    if not sequence(body.get("messages"), "messages"):
+        raise expected("messages", "a list of at least one message", body.get("messages"))
+    most = body.get("max_tokens")
+    if not counting and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise expected("max_tokens", "a number from 1", most)
 
 
 def _with_reasoning(given: Any, warnings: list[str]) -> bool:
@@ -196,9 +177,7 @@ def _with_reasoning(given: Any, warnings: list[str]) -> bool:
         return True
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind not in THINKING:
-        raise ConversationError(
-            f"thinking.type: expected {', '.join(THINKING)}, got {shown(kind or given)}.", "thinking.type"
-        )
+        raise expected("thinking.type", ", ".join(THINKING), kind or given)
     if given.get("budget_tokens") is not None:
         warnings.append("thinking.budget_tokens has no effect: output_config.effort sets how much gpt-oss thinks")
     if given.get("display") == "omitted":
@@ -215,31 +194,25 @@ def _structure(body: Mapping[str, Any], config: Mapping[str, Any]) -> Structure:
 
 
 def _stop_sequences(body: Mapping[str, Any]) -> Sequence[str]:
-    given = body.get("stop_sequences") or ()
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(stop, str) for stop in given):
-        raise ConversationError(f"stop_sequences: expected a list of texts, got {given!r:.80}.", "stop_sequences")
+    given = sequence(body.get("stop_sequences"), "stop_sequences", "a list of texts")
+    if not all(isinstance(stop, str) for stop in given):
+        raise expected("stop_sequences", "a list of texts", given)
     return given
 
 
 def _tools(body: Mapping[str, Any], warnings: list[str]) -> Tools:
-    given, choice = body.get("tools"), body.get("tool_choice")
-    if given is not None and (not isinstance(given, Sequence) or isinstance(given, str)):
-        raise ConversationError(f"tools: expected a list of tools, got {given!r:.80}.", "tools")
-    functions = [_function(tool, f"tools[{number}]", warnings) for number, tool in enumerate(given or ())]
+    given, choice = sequence(body.get("tools"), "tools"), body.get("tool_choice")
+    functions = [_function(tool, f"tools[{number}]", warnings) for number, tool in enumerate(given)]
     if functions and all(function is _NO_TOOL for function in functions):
         # Claude Code's web search is such a request: it would present invented text as search results
-        raise ConversationError(
-            f"tools[0].type: expected at least one tool with an input_schema, got "
-            f"{shown(fields_of(given[0]).get('type'))} alone, which this server does not run.",
-            "tools[0].type",
-        )
-    _change_tools(functions, body["messages"], _deferred(given or (), body["messages"]), warnings)
+        kind = fields_of(given[0]).get("type")
+        raise expected("tools[0].type", "at least one tool with an input_schema", kind, " This server does not run it.")
+    _change_tools(functions, body["messages"], _deferred(given, body["messages"]), warnings)
     if choice is None:
         return read_tools(functions)
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind not in CHOICES:
-        path = "tool_choice.type"
-        raise ConversationError(f"{path}: expected {', '.join(CHOICES)}, got {shown(kind or choice)}.", path)
+        raise expected("tool_choice.type", ", ".join(CHOICES), kind or choice)
     wanted = {"type": "function", "name": choice.get("name")} if kind == "tool" else CHOICES[kind]
     return read_tools(functions, wanted, parallel=choice.get("disable_parallel_tool_use") is not True)
 
@@ -250,8 +223,7 @@ def _function(tool: Any, place: str, warnings: list[str]) -> Any:
     if isinstance(tool, Mapping) and kind in (None, "custom"):
         schema = tool.get("input_schema")
         if not isinstance(schema, Mapping):
-            path = f"{place}.input_schema"
-            raise ConversationError(f"{path}: expected a JSON schema, got {shown(schema)}.", path)
+            raise expected(f"{place}.input_schema", "a JSON schema", schema)
         own = {name: tool.get(name) for name in ("name", "description", "strict")}
         return {"type": "function", **own, "parameters": {"type": "object"} | dict(schema)}
     if is_hosted(kind) or (isinstance(kind, str) and _DATED.fullmatch(kind)):
@@ -303,12 +275,10 @@ def _change_tools(functions: list[Any], messages: Sequence[Any], removed: set[An
                 name = fields_of(added).get("name")
                 functions[:] = [_NO_TOOL if _is_named(one, name) else one for one in functions] + [added]
             elif kind != "tool_reference":
-                warnings.append(f"{place} is left out: this server runs no tool of type {shown(kind)}")
+                warnings.append(f"{place} is left out: this server runs no tool of type {kind!r:.80}")
                 continue
             elif not any(_is_named(one, name) for one in functions):
-                raise ConversationError(
-                    f"{place}.name: expected the name of a tool, got {shown(name)}.", f"{place}.name"
-                )
+                raise expected(f"{place}.name", "the name of a tool", name)
             (removed.discard if adds else removed.add)(name)
     functions[:] = [_NO_TOOL if any(_is_named(one, name) for name in removed) else one for one in functions]
 

@@ -11,7 +11,7 @@ from openai_harmony import Message
 from npu_gptoss.frontend.structure import Structure
 from npu_gptoss.frontend.tools import Tools
 from npu_gptoss.frontend.turn import Reading, Turn
-from npu_gptoss.harmony.conversation import ConversationError, reasoning_effort, with_head
+from npu_gptoss.harmony.conversation import ConversationError, conversation, expected, mapping, reasoning_effort
 from npu_gptoss.harmony.encoding import Encoder, check_length
 
 Json = dict[str, Any]
@@ -58,8 +58,9 @@ class Asked:
     def conversation(self) -> list[Message]:
         """Returns the harmony messages that the model reads, without the message that it continues."""
         effort = reasoning_effort(self.effort, self.effort_param)
-        head = {"effort": effort, "identity": self.identity, "date": self.date}
-        return with_head(self.turns, self.tools.functions, instructions_in_system=self.instructions_in_system, **head)
+        return conversation(
+            self.turns, self.tools.functions, effort, self.date, self.identity, self.instructions_in_system
+        )
 
     def prompt(self, encoder: Encoder, limit: int | None = None) -> list[int]:
         """Returns token ids up to the point where the model writes. limit: the model's context; raises ContextError."""
@@ -85,7 +86,7 @@ def reading(tools: Tools, stop: Any = (), include_stop: bool = False, min_tokens
     mode = choice.mode if tools.offered or choice.mode != "none" else "auto"
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list | tuple) or not all(isinstance(one, str) for one in stops):
-        raise ConversationError(f"stop: expected a text or a list of texts, got {stop!r:.80}.", "stop")
+        raise expected("stop", "a text or a list of texts", stop)
     if mode in ("required", "function"):
         stops = []  # a call's JSON must not be cut
     return Reading(
@@ -99,25 +100,50 @@ def reading(tools: Tools, stop: Any = (), include_stop: bool = False, min_tokens
     )
 
 
+def ask(
+    body: Mapping[str, Any],
+    defaults: Defaults,
+    warnings: list[str],
+    *,
+    efforts: Sequence[tuple[str, Any]] = (),
+    continued: tuple[str, str] | None = None,
+    kind: type[Asked] = Asked,
+    **fields: Any,
+) -> Asked:
+    """Makes the request from what each API reads in its own way, and what all have in common.
+
+    efforts: path and word of each field that may name the effort. fields: of `kind`. Adds to warnings.
+    """
+    template = template_arguments(body.get("chat_template_kwargs"), warnings)
+    words = [*efforts, ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort"))]
+    param, word = next((named for named in words if named[1] is not None), ("reasoning_effort", defaults.effort))
+    structure: Structure = fields["structure"]
+    if structure and continued is not None:
+        raise ConversationError(
+            f"{structure.param}: an answer that continues the last message has no structure; leave one out.",
+            structure.param,
+        )
+    return kind(
+        effort=defaults.efforts.get(word, word) if isinstance(word, str) else word,
+        effort_param=param,
+        identity=template.get("model_identity") or defaults.identity,
+        continued=continued,
+        instructions_in_system=defaults.instructions_in_system,
+        date=defaults.date,
+        warnings=(*fields["tools"].warnings, *warnings),
+        **fields,
+    )
+
+
 def template_arguments(given: Any, warnings: list[str]) -> dict[str, Any]:
     """Returns the `chat_template_kwargs` that gpt-oss's published template reads, except builtin_tools."""
-    if given is not None and not isinstance(given, Mapping):
-        raise ConversationError(f"chat_template_kwargs: expected an object, got {given!r:.80}.", "chat_template_kwargs")
-    given = {name: value for name, value in (given or {}).items() if value is not None}
+    place = "chat_template_kwargs"
+    given = {name: value for name, value in mapping(given, place).items() if value is not None}
     if given.pop("builtin_tools", None):
-        path = "chat_template_kwargs.builtin_tools"
+        path = f"{place}.builtin_tools"
         raise ConversationError(f"{path}: this server has no built-in tools; leave it out.", path)
-    identity = given.get("model_identity")
-    if identity is not None and not isinstance(identity, str):
-        path = "chat_template_kwargs.model_identity"
-        raise ConversationError(f"{path}: expected a text, got {identity!r:.80}.", path)
+    if not isinstance(identity := given.get("model_identity", ""), str):
+        raise expected(f"{place}.model_identity", "a text", identity)
     known = {name: given.pop(name) for name in ("reasoning_effort", "model_identity") if name in given}
-    warnings += [f"chat_template_kwargs.{name:.80} has no effect on gpt-oss" for name in given]
+    warnings += [f"{place}.{name:.80} has no effect on gpt-oss" for name in given]
     return known
-
-
-def mapped_effort(words: Sequence[tuple[str, Any]], defaults: Defaults) -> tuple[str, str | None]:
-    """Returns the first effort that a request names, with its field; else the server's."""
-    param, word = next(((param, word) for param, word in words if word is not None), ("reasoning_effort", None))
-    word = defaults.effort if word is None else word
-    return param, defaults.efforts.get(word, word) if isinstance(word, str) else word

@@ -29,10 +29,13 @@ from npu_gptoss.harmony.conversation import (
     TEXT_PARTS,
     ConversationError,
     as_text,
-    custom_arguments,
+    call_arguments,
     developer_message,
+    expected,
     fields_of,
     said,
+    sequence,
+    text_field,
     tool_call,
     tool_result,
 )
@@ -84,7 +87,7 @@ def decoded(given: Any, place: str) -> str:
             return raw.decode()
     except (binascii.Error, zlib.error, UnicodeError):
         pass
-    raise ConversationError(f"{place}: expected a value that this server sent, unchanged, got {given!r:.80}.", place)
+    raise expected(place, "a value that this server sent, unchanged", given)
 
 
 def with_preambles(turns: Sequence[Message]) -> list[Message]:
@@ -106,7 +109,7 @@ def read_input(given: Any, tools: Tools, before: Conversation, warnings: list[st
     """Returns the conversation followed by a request's items. Adds a sentence to `warnings` for each omission."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, Sequence):
-        raise ConversationError(f"input: expected a text or a list of items, got {given!r:.80}.", "input")
+        raise expected("input", "a text or a list of items", given)
     reader = _Reader(tools, dict(before.names), before.items, warnings)
     turns = list(before.turns)
     for number, item in enumerate(items):
@@ -120,15 +123,9 @@ def tools_of(given: Any) -> list[tuple[str, Any]]:
     for number, item in enumerate(given if isinstance(given, list) else ()):
         fields, place = fields_of(item), f"input[{number}].tools"
         if fields.get("type") in WITH_TOOLS:
-            found += [(f"{place}[{index}]", tool) for index, tool in enumerate(_tools(fields, place))]
+            tools = sequence(fields.get("tools"), place, "a list of tools")
+            found += [(f"{place}[{index}]", tool) for index, tool in enumerate(tools)]
     return found
-
-
-def _tools(fields: Mapping[str, Any], place: str) -> Sequence[Any]:
-    tools = fields.get("tools") or ()
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise ConversationError(f"{place}: expected a list of tools, got {tools!r:.80}.", place)
-    return tools
 
 
 @dataclass
@@ -172,37 +169,30 @@ class _Reader:
             raise ConversationError(
                 f"{place}: this server cannot read a conversation that another server compacted; send its items.", place
             )
-        path = f"{place}.type" if fields else place
-        got = kind if fields else item
-        raise ConversationError(f"{path}: expected an item of OpenAI's Responses API, got {got!r:.80}.", path)
+        what = "an item of OpenAI's Responses API"
+        raise expected(f"{place}.type", what, kind) if fields else expected(place, what, item)
 
     def _message(self, place: str, fields: Mapping[str, Any]) -> list[Message]:
         role, content, path = fields.get("role"), fields.get("content"), f"{place}.content"
         if role not in ROLES:
-            raise ConversationError(f"{place}.role: expected {', '.join(ROLES)}, got {role!r:.80}.", f"{place}.role")
+            raise expected(f"{place}.role", ", ".join(ROLES), role)
         if role == "assistant":
             channel = "commentary" if fields.get("phase") == "commentary" else "final"
             return [] if content is None else [said(as_text(content, path), channel)]
         if content is None:
-            raise ConversationError(f"{path}: expected a text or a list of text parts, got null.", path)
+            raise expected(path, "a text or a list of text parts", None)
         text = as_text(content, path)
         return [Message.from_role_and_content(Role.USER, text) if role == "user" else developer_message(text)]
 
     def _call(self, place: str, fields: Mapping[str, Any], custom: bool) -> list[Message]:
-        name = self.tools.flat_name(_text(fields, "name", place), fields.get("namespace"))
+        name = self.tools.flat_name(text_field(fields, "name", place), fields.get("namespace"))
         self._name(place, fields, name)
-        kind = "input" if custom else "arguments"
-        arguments = fields.get(kind) or ""
-        if isinstance(arguments, Mapping):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        if not isinstance(arguments, str):
-            raise ConversationError(f"{place}.{kind}: expected a text, got {arguments!r:.80}.", f"{place}.{kind}")
-        return [tool_call(name, custom_arguments(arguments) if custom else arguments)]
+        return [tool_call(name, call_arguments(fields, place, custom))]
 
     def _name(self, place: str, fields: Mapping[str, Any], name: str) -> None:
         """Records a call's function: a result names the call's id, and with some clients the item's."""
         call_id = "call_id" if fields.get("call_id") or not fields.get("id") else "id"
-        self.names[_text(fields, call_id, place)] = name
+        self.names[text_field(fields, call_id, place)] = name
         if isinstance(fields.get("id"), str):
             self.names.setdefault(fields["id"], name)
 
@@ -210,14 +200,15 @@ class _Reader:
         call_id = fields.get("call_id") or fields.get("id")
         name = self.names.get(call_id) if isinstance(call_id, str) else None
         if name is None:
-            raise ConversationError(
-                f"{place}.call_id: expected the id of a call before this item, got {call_id!r:.80}. Send the "
-                f"{kind.removesuffix('_output')} too.",
+            raise expected(
                 f"{place}.call_id",
+                "the id of a call before this item",
+                call_id,
+                f" Send the {kind.removesuffix('_output')} too.",
             )
         output = fields.get("output")
         if kind == "tool_search_output":
-            found = ", ".join(names_of(_tools(fields, f"{place}.tools"), f"{place}.tools"))
+            found = ", ".join(names_of(sequence(fields.get("tools"), f"{place}.tools"), f"{place}.tools"))
             return [tool_result(name, f"These tools can be called now: {found}" if found else "No tool was found.")]
         if kind == "apply_patch_call_output" and not output:
             output = fields.get("status")
@@ -240,7 +231,7 @@ class _Reader:
 
     def _mcp(self, place: str, fields: Mapping[str, Any]) -> list[Message]:
         """Converts a call that another server made, with its result."""
-        name = self.tools.flat_name(_text(fields, "name", place), fields.get("server_label"))
+        name = self.tools.flat_name(text_field(fields, "name", place), fields.get("server_label"))
         result = [fields[field] for field in ("output", "error") if fields.get(field) is not None]
         texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in result]
         call = tool_call(name, as_text(fields.get("arguments"), f"{place}.arguments"))
@@ -248,19 +239,10 @@ class _Reader:
 
     def _referenced(self, place: str, name: Any) -> list[Message]:
         if not isinstance(name, str) or name not in self.items:
-            raise ConversationError(
-                f"{place}: expected an item itself, or the id of one in the stored response that previous_response_id "
-                f"names, got {name!r:.80}.",
-                place,
+            raise expected(
+                place, "an item itself, or the id of one in the stored response that previous_response_id names", name
             )
         return self.messages(place, self.items[name])
-
-
-def _text(fields: Mapping[str, Any], name: str, place: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or not value:
-        raise ConversationError(f"{place}.{name}: expected a text, got {value!r:.80}.", f"{place}.{name}")
-    return value
 
 
 def _is_text(value: Any) -> bool:

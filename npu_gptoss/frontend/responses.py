@@ -19,14 +19,14 @@ from openai_harmony import HarmonyError, Message, Role
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
+from npu_gptoss.frontend.request import Asked, Defaults, ask, reading
 from npu_gptoss.frontend.response_items import Conversation, Item, read_input, tools_of, with_preambles
 from npu_gptoss.frontend.sample import Sample
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
-from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of, structure_of_format
+from npu_gptoss.frontend.structure import forced_structure, only_structure, structure_of, structure_of_format
 from npu_gptoss.frontend.tools import read_tools
 from npu_gptoss.frontend.turn import Event, Part, Turn
-from npu_gptoss.harmony.conversation import ConversationError, developer_message, said, tool_call
+from npu_gptoss.harmony.conversation import ConversationError, developer_message, expected, said, tool_call
 from npu_gptoss.harmony.parser import Kind
 
 Json = dict[str, Any]
@@ -91,13 +91,6 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
     body = {name: value for name, value in body.items() if value is not None}
     _check(body)
     warnings = [f"{name:.80} has no effect on a response of this server" for name in body if name not in _KNOWN]
-    template = template_arguments(body.get("chat_template_kwargs"), warnings)
-    words = [
-        ("reasoning.effort", body.get("reasoning", {}).get("effort")),
-        ("reasoning_effort", body.get("reasoning_effort")),
-        ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort")),
-    ]
-    param, effort = mapped_effort(words, defaults)
     parallel = body.get("parallel_tool_calls") is not False
     given = body.get("input")
     tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel, more=tools_of(given))
@@ -112,17 +105,24 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
     warnings += [
         f"include {name:.80} has no effect on a response of this server" for name in sorted(include - INCLUDED)
     ]
-    asked = Asked(
+    asked = ask(
+        body,
+        defaults,
+        warnings,
+        efforts=[
+            ("reasoning.effort", body.get("reasoning", {}).get("effort")),
+            ("reasoning_effort", body.get("reasoning_effort")),
+        ],
         turns=[*([developer_message(instructions)] if instructions else []), *history.turns],
         tools=tools,
         reading=reading(tools, body.get("stop"), body.get("include_stop_str_in_output"), body.get("min_tokens")),
-        structure=forced_structure(tools, _structure(body)),
-        effort=effort,
-        effort_param=param,
+        structure=forced_structure(
+            tools,
+            only_structure(
+                [structure_of_format(body.get("text", {}).get("format"), "text.format"), structure_of(body)]
+            ),
+        ),
         sampling=_sampling(body, include),
-        identity=template.get("model_identity") or defaults.identity,
-        instructions_in_system=defaults.instructions_in_system,
-        warnings=(*tools.warnings, *warnings),
     )
     return Request(
         asked,
@@ -140,9 +140,9 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
 
 def _check(body: Mapping[str, Any]) -> None:
     """Raises ConversationError for a field of the wrong type that no other function checks."""
-    for name, expected in REFUSED.items():
+    for name, wanted in REFUSED.items():
         if name in body:
-            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
+            raise expected(name, wanted, body[name])
     stop = body.get("stop", [])
     include = body.get("include", [])
     count = body.get("max_output_tokens", 1)
@@ -160,19 +160,9 @@ def _check(body: Mapping[str, Any]) -> None:
             "no value together with previous_response_id",
         ),
     }
-    for name, (good, expected) in checks.items():
+    for name, (good, wanted) in checks.items():
         if not good:
-            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
-
-
-def _structure(body: Mapping[str, Any]) -> Structure:
-    """Returns the structure of `text.format`, or of vLLM's own fields."""
-    asked, other = structure_of_format(body.get("text", {}).get("format"), "text.format"), structure_of(body)
-    if asked and other:
-        raise ConversationError(
-            f"{other.param}: text.format asks for another structure already; leave one out.", other.param
-        )
-    return asked or other
+            raise expected(name, wanted, body[name])
 
 
 def _sampling(body: Mapping[str, Any], include: set[str]) -> Json:
@@ -195,7 +185,7 @@ def _harmony_messages(body: Mapping[str, Any]) -> list[Message]:
             message = Message.from_dict(given)
         except (HarmonyError, ValueError, TypeError, KeyError, AttributeError):
             path = f"previous_input_messages[{number}]"
-            raise ConversationError(f"{path}: expected a message of harmony, got {given!r:.80}.", path) from None
+            raise expected(path, "a message of harmony", given) from None
         if message.author.role is not Role.SYSTEM:
             found.append(message)
     return found

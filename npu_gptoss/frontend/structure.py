@@ -7,12 +7,12 @@ text of the answer; for an engine whose grammar begins with the turn, `serving/o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from npu_gptoss.frontend.tools import Tools
-from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.harmony.conversation import ConversationError, expected, fields_of, mapping
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # a structure has one of them
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "disable_fallback")
@@ -43,57 +43,53 @@ def structure_of_format(given: Any, param: str) -> Structure:
 
     Chat has the schema within `json_schema`, the other two next to the type.
     """
-    if given is None:
-        return Structure()
     kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind == "text":
+    if given is None or kind == "text":
         return Structure()
-    inner = given.get("json_schema", given) if isinstance(given, Mapping) else {}
-    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    schema = fields_of(fields_of(given).get("json_schema", given)).get("schema")
     if kind == "json_object" and schema is None:
         return Structure({"json_object": True}, param)
     if kind in ("json_schema", "json_object"):
         if not isinstance(schema, Mapping):
             path = f"{param}.json_schema.schema" if "json_schema" in given else f"{param}.schema"
-            raise ConversationError(f"{path}: expected a JSON schema, got {schema!r:.80}.", path)
+            raise expected(path, "a JSON schema", schema)
         return Structure({"json": schema}, param)
     if kind == "structural_tag":
         return Structure({"structural_tag": json.dumps(given)}, param)
-    raise ConversationError(f"{param}: expected {FORMATS}, got {kind or given!r:.80}.", f"{param}.type")
+    raise expected(f"{param}.type", FORMATS, kind or given)
 
 
 def structure_of(body: Mapping[str, Any]) -> Structure:
     """Reads the structure that a request of chat or completions asks for. Raises ConversationError for two at once."""
     found = [structure_of_format(body.get("response_format"), "response_format")]
-    given = body.get("structured_outputs")
-    if given is not None and not isinstance(given, Mapping):
-        raise ConversationError(f"structured_outputs: expected an object, got {given!r:.80}.", "structured_outputs")
-    if given is not None:
-        found.append(_asked(given, "structured_outputs"))
+    found.append(_asked(mapping(body.get("structured_outputs"), "structured_outputs"), "structured_outputs"))
     deprecated = {own: body[name] for name, own in DEPRECATED.items() if body.get(name) is not None}
     if deprecated:
         kind = next((name for name, own in DEPRECATED.items() if own in deprecated and own in KINDS), "guided_json")
         found.append(_asked(deprecated, kind))
     if body.get("structural_tag") is not None:
         found.append(_asked({"structural_tag": body["structural_tag"]}, "structural_tag"))
-    asked = [structure for structure in found if structure]
-    if len(asked) > 1:
+    return only_structure(found)
+
+
+def only_structure(found: Sequence[Structure]) -> Structure:
+    """Raises ConversationError for two structures of one request."""
+    first, *more = [structure for structure in found if structure] or [Structure()]
+    if more:
         raise ConversationError(
-            f"{asked[1].param}: {asked[0].param} asks for another structure already; leave one out.", asked[1].param
+            f"{more[0].param}: {first.param} asks for another structure already; leave one out.", more[0].param
         )
-    return asked[0] if asked else Structure()
+    return first
 
 
 def _asked(given: Mapping[str, Any], param: str) -> Structure:
-    unknown = [name for name in given if name not in (*KINDS, *OPTIONS) and not name.startswith("_")]
-    if unknown:
-        raise ConversationError(
-            f"{param}.{unknown[0]:.80}: expected {', '.join(KINDS)} and their options.", f"{param}.{unknown[0]:.80}"
-        )
+    for name in given:
+        if name not in (*KINDS, *OPTIONS) and not name.startswith("_"):
+            raise expected(f"{param}.{name:.80}", f"{', '.join(KINDS)} and their options", given[name])
     fields = {name: value for name, value in given.items() if value is not None and value is not False}
     kinds = [name for name in KINDS if name in fields]
     if len(kinds) > 1:
-        raise ConversationError(f"{param}: expected one of {', '.join(KINDS)}, got {' and '.join(kinds)}.", param)
+        raise expected(param, f"one of {', '.join(KINDS)}", kinds)
     if not kinds:
         return Structure()
     place = param if param.startswith(("guided_", "structural_tag")) else f"{param}.{kinds[0]}"

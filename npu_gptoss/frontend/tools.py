@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.harmony.conversation import ConversationError, expected, fields_of, mapping, sequence
 
 HOSTED = {
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "tool_search", "mcp"),
@@ -97,8 +97,7 @@ class Tools:
 
     def called(self, name: str) -> Tool:
         """Returns the tool of a call; a plain function if the model calls a name that is not offered."""
-        found = next((tool for tool in self.offered if tool.name == name), None)
-        return found or Tool(name, name, "tools")
+        return next((tool for tool in self.offered if tool.name == name), Tool(name, name, "tools"))
 
     def flat_name(self, name: str, namespace: str | None = None) -> str:
         """Returns the model's name for a function that the client names."""
@@ -120,11 +119,8 @@ def custom_input(arguments: str) -> str:
         value = json.loads(arguments)
     except ValueError:
         return arguments
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict) and isinstance(value.get("input"), str):
-        return value["input"]
-    return arguments
+    value = value.get("input") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else arguments
 
 
 def read_tools(given: Any, choice: Any = None, *, parallel: bool = True, more: Sequence[tuple[str, Any]] = ()) -> Tools:
@@ -133,11 +129,9 @@ def read_tools(given: Any, choice: Any = None, *, parallel: bool = True, more: S
     more: path and tool of each tool that an input item adds; known names are not added again. Raises ConversationError,
     which names the field, for a tool of an unknown type and for a choice that cannot be met.
     """
-    if (given is not None and not isinstance(given, Sequence)) or isinstance(given, str):
-        raise ConversationError(f"tools: expected a list of tools, got {given!r:.80}.", "tools")
     offered: list[Tool] = []
     warnings: list[str] = []
-    for number, tool in enumerate(given or ()):
+    for number, tool in enumerate(sequence(given, "tools")):
         _read_tool(tool, f"tools[{number}]", offered, warnings)
     seen: dict[str, Tool] = {}
     for tool in offered:
@@ -163,9 +157,7 @@ def _read_tool(
     if kind == "namespace" and namespace is None:
         name, inner = _name(tool, place), tool.get("tools")
         if not isinstance(inner, Sequence) or isinstance(inner, str):
-            raise ConversationError(
-                f"{place}.tools: expected a list of functions, got {inner!r:.80}.", f"{place}.tools"
-            )
+            raise expected(f"{place}.tools", "a list of functions", inner)
         for number, one in enumerate(inner):
             _read_tool(one, f"{place}.tools[{number}]", offered, warnings, name, tool.get("description") or "")
         return
@@ -176,10 +168,7 @@ def _read_tool(
         name = (tool.get("name") or tool.get("server_label")) if isinstance(tool, Mapping) else None
         warnings.append(f"{place} is left out: this server runs no tool of type {kind}{f' ({name})' if name else ''}")
         return
-    raise ConversationError(
-        f"{place}.type: expected function, custom, namespace or a hosted tool of OpenAI's, got {kind!r:.80}.",
-        f"{place}.type",
-    )
+    raise expected(f"{place}.type", "function, custom, namespace or a hosted tool of OpenAI's", kind)
 
 
 def names_of(tools: Sequence[Any], place: str) -> list[str]:
@@ -200,22 +189,18 @@ def is_hosted(kind: Any) -> bool:
 
 
 def _callable(tool: Json, kind: str, place: str, namespace: str | None, about: str) -> Tool:
-    inner = tool.get(kind, tool)  # chat nests it, /v1/responses does not
-    if not isinstance(inner, Mapping):
-        raise ConversationError(f"{place}.{kind}: expected an object, got {inner!r:.80}.", f"{place}.{kind}")
+    inner = mapping(tool.get(kind, tool), f"{place}.{kind}")  # chat nests it, /v1/responses does not
     name = SEARCH if kind == SEARCH else _name(inner, place)
     description = inner.get("description")
     if description is not None and not isinstance(description, str):
-        raise ConversationError(f"{place}.description: expected a text, got {description!r:.80}.", place)
+        raise expected(f"{place}.description", "a text", description)
     if about and namespace:
         description = f"{description or ''}\n({namespace}: {about})".strip()
     own: dict[str, Any] = {"name": _joined(namespace, name) if namespace else name, "own_name": name, "place": place}
     own |= {"namespace": namespace, "description": description}
     if kind != "custom":
         parameters = inner.get("parameters")
-        if parameters is not None and not isinstance(parameters, Mapping):
-            path = f"{place}.parameters"
-            raise ConversationError(f"{path}: expected a JSON schema, got {parameters!r:.80}.", path)
+        mapping(parameters, f"{place}.parameters", "a JSON schema")
         return Tool(**own, kind=kind, parameters=parameters, strict=inner.get("strict") or None)  # type: ignore[arg-type]
     form = _format(inner.get("format"), f"{place}.format")
     if form:
@@ -233,17 +218,14 @@ def _format(given: Any, place: str) -> dict[str, str] | None:
     inner = given.get("grammar", given) if kind == "grammar" and isinstance(given, Mapping) else {}  # chat nests it
     syntax, definition = inner.get("syntax"), inner.get("definition")
     if syntax not in ("lark", "regex") or not isinstance(definition, str):
-        raise ConversationError(
-            f"{place}: expected text, or a grammar with a syntax (lark or regex) and a definition, got {given!r:.80}.",
-            place,
-        )
+        raise expected(place, "text, or a grammar with a syntax (lark or regex) and a definition", given)
     return {"syntax": syntax, "definition": definition}
 
 
 def _name(fields: Json, place: str) -> str:
     name = fields.get("name")
     if not isinstance(name, str) or not name or any(c.isspace() or c in "<|>" for c in name):
-        raise ConversationError(f"{place}.name: expected a name without spaces, got {name!r:.80}.", f"{place}.name")
+        raise expected(f"{place}.name", "a name without spaces", name)
     return name
 
 
@@ -259,32 +241,24 @@ def _chosen(offered: list[Tool], choice: Any, parallel: bool, warnings: list[str
         return tools(choice or "auto")
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind in ("function", "custom"):
-        tool = _named(offered, choice, "tool_choice")
-        return tools("function", offered, tool)
+        return tools("function", offered, _named(offered, choice, "tool_choice"))
     if kind == "allowed_tools":
         inner = choice.get("allowed_tools", choice)
         mode, allowed = inner.get("mode", "auto"), inner.get("tools")
         if mode not in ("auto", "required") or not isinstance(allowed, Sequence) or not allowed:
-            raise ConversationError(
-                f"tool_choice: expected allowed_tools with a mode (auto, required) and tools, got {choice!r:.80}.",
-                "tool_choice",
-            )
-        path = "tool_choice.tools"
-        wanted = [_named(offered, tool, path) for tool in allowed if not is_hosted(tool.get("type"))]
+            raise expected("tool_choice", "allowed_tools with a mode (auto, required) and tools", choice)
+        wanted = [_named(offered, tool, "tool_choice.tools") for tool in allowed if not is_hosted(tool.get("type"))]
         return tools(mode, [tool for tool in offered if tool in wanted])
     if is_hosted(kind):
         raise ConversationError(f"tool_choice: this server runs no tool of type {kind}.", "tool_choice")
-    raise ConversationError(
-        f"tool_choice: expected auto, none, required, a function or allowed_tools, got {choice!r:.80}.", "tool_choice"
-    )
+    raise expected("tool_choice", "auto, none, required, a function or allowed_tools", choice)
 
 
 def _named(offered: Sequence[Tool], choice: Any, place: str) -> Tool:
-    inner = choice.get(choice.get("type"), choice) if isinstance(choice, Mapping) else {}
-    name = inner.get("name") if isinstance(inner, Mapping) else None
-    namespace = inner.get("namespace") if isinstance(inner, Mapping) else None
+    inner = fields_of(fields_of(choice).get(fields_of(choice).get("type"), choice))
+    name, namespace = inner.get("name"), inner.get("namespace")
     for tool in offered:
         if name in (tool.name, tool.own_name) and namespace in (None, tool.namespace):
             return tool
     known = ", ".join(tool.own_name for tool in offered) or "none"
-    raise ConversationError(f"{place}: expected one of the tools ({known:.200}), got {name!r:.80}.", place)
+    raise expected(place, f"one of the tools ({known:.200})", name)

@@ -8,6 +8,7 @@ library. Every refusal is a ConversationError that names the message.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,51 +44,55 @@ class ConversationError(InputError):
         self.param = param
 
 
+def expected(path: str | None, what: str, got: object, hint: str = "") -> ConversationError:
+    """The error for a value at `path` of the request. hint: what to do, as a sentence after a space."""
+    return ConversationError(f"{path}: expected {what}, got {'null' if got is None else f'{got!r:.80}'}.{hint}", path)
+
+
+def sequence(value: Any, path: str, what: str = "a list") -> Sequence[Any]:
+    """The value, if it is a list; () for None. Raises ConversationError for another value."""
+    if value is not None and (not isinstance(value, Sequence) or isinstance(value, str)):
+        raise expected(path, what, value)
+    return value or ()
+
+
+def mapping(value: Any, path: str, what: str = "an object") -> Mapping[str, Any]:
+    """The value, if it is an object; {} for None. Raises ConversationError for another value."""
+    if value is not None and not isinstance(value, Mapping):
+        raise expected(path, what, value)
+    return value or {}
+
+
+def text_field(fields: Mapping[str, Any], name: str, place: str) -> str:
+    """The text in a field, which is not empty. Raises ConversationError for another value."""
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise expected(f"{place}.{name}", "a text", value)
+    return value
+
+
 def reasoning_effort(word: object, param: str = "reasoning_effort") -> str:
     """low, medium or high; medium for None, low for `minimal`. Raises ConversationError for any other word."""
     if word is None:
         return "medium"
     if isinstance(word, str) and word in _EFFORTS:
         return _EFFORTS[word]
-    raise ConversationError(
-        f"{param}: expected {', '.join(REASONING_EFFORTS)} (or minimal, which is low here), got {word!r:.80}.", param
-    )
+    raise expected(param, f"{', '.join(REASONING_EFFORTS)} (or minimal, which is low here)", word)
 
 
 def conversation(
-    messages: Sequence[Any],
-    *,
-    tools: Sequence[Any] = (),
+    turns: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
     effort: object = None,
     date: str | None = None,
     identity: str | None = None,
     instructions_in_system: bool = False,
 ) -> list[Message]:
-    """The harmony messages of a chat: system turn, one developer turn when there is something in it, the messages.
+    """Harmony messages of a conversation behind its system turn and the developer turn with its tools.
 
     tools: functions as in OpenAI's chat API. date: YYYY-MM-DD, default today. identity: in the place of "You are
     ChatGPT, …". instructions_in_system: the first instructions go to the system turn's identity (an option of vLLM's).
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise ConversationError(f"messages: expected a list of messages, got {messages!r:.80}.")
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise ConversationError(f"tools: expected a list of tools, got {tools!r:.80}.", "tools")
-    names: dict[str, str] = {}
-    turns: list[Message] = []
-    for number, message in enumerate(messages):
-        turns += chat_message(f"messages[{number}]", message, names)
-    return with_head(turns, tools, effort, date, identity, instructions_in_system)
-
-
-def with_head(
-    turns: Sequence[Message],
-    tools: Sequence[Any] = (),
-    effort: object = None,
-    date: str | None = None,
-    identity: str | None = None,
-    instructions_in_system: bool = False,
-) -> list[Message]:
-    """Harmony messages of a conversation behind its system turn and the developer turn with its tools."""
     turns = join_developer_turns(turns)
     instructions = None
     if instructions_in_system and turns and turns[0].author.role is Role.DEVELOPER:
@@ -104,7 +109,7 @@ def system_message(
     try:
         date = today if date is None else datetime.date.fromisoformat(date).isoformat()
     except (TypeError, ValueError):
-        raise ConversationError(f"date: expected a date like {today}, got {date!r:.80}.", "date") from None
+        raise expected("date", f"a date like {today}", date) from None
     content = SystemContent.new().with_conversation_start_date(date)
     content.with_reasoning_effort(ReasoningEffort[reasoning_effort(effort).upper()])
     if identity or instructions:
@@ -112,55 +117,43 @@ def system_message(
     return Message.from_role_and_content(Role.SYSTEM, content)
 
 
-def developer_message(instructions: str | None, tools: Sequence[Any] | None = ()) -> Message:
-    """A developer turn; it is empty, and `join_developer_turns` drops it, when there is neither."""
-    content = DeveloperContent.new()
-    if instructions:
-        content.with_instructions(instructions)
-    if tools:
-        content.with_function_tools([tool_description(number, tool) for number, tool in enumerate(tools)])
-    return Message.from_role_and_content(Role.DEVELOPER, content)
-
-
-def tool_description(number: int, tool: Any) -> ToolDescription:
-    """A function tool of the chat API (`{"type", "function": {…}}`) or of the Responses API (flat).
+def developer_message(instructions: str | None, tools: Sequence[Mapping[str, Any]] = ()) -> Message:
+    """A developer turn; it is empty, and `join_developer_turns` drops it, when there is neither.
 
     A function without arguments has no parameters: template and guide write `() => any` for it.
     """
-    fields, place = fields_of(tool), f"tools[{number}]"
-    function = fields.get("function", fields) if fields.get("type") == "function" else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ConversationError(
-            f'{place}: expected {{"type": "function", "function": {{"name": …}}}}, got {tool!r:.80}.', place
-        )
-    parameters = function.get("parameters")
-    if isinstance(parameters, Mapping) and not parameters.get("properties"):
-        parameters = None
-    try:
-        return ToolDescription.new(function["name"], function.get("description") or "", parameters)
-    except (ValueError, HarmonyError) as error:  # pydantic's own check
-        raise ConversationError(f"{place} ({function['name']!r:.80}) cannot be written: {error}", place) from None
+    content = DeveloperContent.new()
+    if instructions:
+        content.with_instructions(instructions)
+    described = []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        parameters = function.get("parameters")
+        parameters = parameters if parameters and parameters.get("properties") else None
+        try:
+            about = function.get("description") or ""
+            described.append(ToolDescription.new(function["name"], about, parameters))
+        except (ValueError, HarmonyError) as error:  # pydantic's own check
+            place = f"tools[{number}]"
+            raise ConversationError(f"{place} ({function['name']!r:.80}) cannot be written: {error}", place) from None
+    if described:
+        content.with_function_tools(described)
+    return Message.from_role_and_content(Role.DEVELOPER, content)
 
 
 def join_developer_turns(messages: Iterable[Message]) -> list[Message]:
     """One developer turn where several would follow each other, with all instructions and tools; none that is empty."""
     joined: list[Message] = []
-    for message in messages:
-        if message.author.role is not Role.DEVELOPER:
-            joined.append(message)
+    for is_developer, group in itertools.groupby(messages, lambda message: message.author.role is Role.DEVELOPER):
+        if not is_developer:
+            joined += group
             continue
-        instructions, tools = [], {}
-        parts = list(message.content)
-        if joined and joined[-1].author.role is Role.DEVELOPER:
-            parts = [*joined.pop().content, *parts]
-        for part in parts:
-            if isinstance(part, DeveloperContent):
-                instructions.append(part.instructions)
-                tools |= part.tools or {}
-            else:
-                instructions.append(getattr(part, "text", ""))
-        text = "\n\n".join(filter(None, instructions))
-        if text or tools:
+        parts = [part for message in group for part in message.content]
+        texts = [
+            part.instructions if isinstance(part, DeveloperContent) else getattr(part, "text", "") for part in parts
+        ]
+        tools = {name: space for part in parts for name, space in (getattr(part, "tools", None) or {}).items()}
+        if (text := "\n\n".join(filter(None, texts))) or tools:
             content = DeveloperContent(instructions=text or None, tools=tools or None)
             joined.append(Message.from_role_and_content(Role.DEVELOPER, content))
     return joined
@@ -176,9 +169,7 @@ def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Messag
     fields = fields_of(message)
     role, content = fields.get("role"), fields.get("content")
     if content is None and role in ("system", "developer", "user"):
-        raise ConversationError(
-            f"{place}.content: expected a text or a list of text parts, got null.", f"{place}.content"
-        )
+        raise expected(f"{place}.content", "a text or a list of text parts", None)
     if role in ("system", "developer"):
         return [developer_message(as_text(content, f"{place}.content"))]
     if role == "user":
@@ -186,17 +177,18 @@ def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Messag
     if role == "assistant":
         return _assistant_messages(place, fields, names)
     if role == "function":  # deprecated: the function's name in the place of the id of its call
-        return [tool_result(_text_field(fields, "name", place), as_text(content, f"{place}.content"))]
+        return [tool_result(text_field(fields, "name", place), as_text(content, f"{place}.content"))]
     if role == "tool":
         name = names.get(fields.get("tool_call_id") or "", fields.get("name"))
         if not isinstance(name, str) or not name:
-            raise ConversationError(
-                f"{place}.tool_call_id: expected the id of a call that an assistant message before it makes, got "
-                f"{fields.get('tool_call_id')!r:.80}. Send the assistant's message with its tool_calls too.",
+            raise expected(
                 f"{place}.tool_call_id",
+                "the id of a call that an assistant message before it makes",
+                fields.get("tool_call_id"),
+                " Send the assistant's message with its tool_calls too.",
             )
         return [tool_result(name, as_text(content, f"{place}.content"))]
-    raise ConversationError(f"{place}.role: expected {', '.join(ROLES)}, got {role!r:.80}.", f"{place}.role")
+    raise expected(f"{place}.role", ", ".join(ROLES), role)
 
 
 def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, str]) -> list[Message]:
@@ -213,14 +205,19 @@ def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, 
     for path, call in calls:
         custom = fields_of(fields_of(call).get("custom"))
         function = fields_of(fields_of(call).get("function")) or custom
-        name, arguments = _text_field(function, "name", path), function.get("input" if custom else "arguments") or ""
-        if isinstance(arguments, Mapping):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        if not isinstance(arguments, str):
-            raise ConversationError(f"{path}: expected arguments as a text, got {arguments!r:.80}.", path)
-        names[fields_of(call).get("id") or ""] = name
-        turns.append(tool_call(name, custom_arguments(arguments) if custom else arguments))
+        name = names[fields_of(call).get("id") or ""] = text_field(function, "name", path)
+        turns.append(tool_call(name, call_arguments(function, path, bool(custom))))
     return turns
+
+
+def call_arguments(call: Mapping[str, Any], place: str, custom: bool) -> str:
+    """The arguments of a call that a client sends back; a custom tool has an `input`."""
+    kind = "input" if custom else "arguments"
+    given = call.get(kind) or ""
+    text = json.dumps(given, ensure_ascii=False) if isinstance(given, Mapping) else given
+    if not isinstance(text, str):
+        raise expected(f"{place}.{kind}", "a text", given)
+    return custom_arguments(text) if custom else text
 
 
 def custom_arguments(text: str) -> str:
@@ -228,25 +225,18 @@ def custom_arguments(text: str) -> str:
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
-def _text_field(fields: Mapping[str, Any], name: str, place: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or not value:
-        raise ConversationError(f"{place}.{name}: expected a text, got {value!r:.80}.", f"{place}.{name}")
-    return value
-
-
 def _reasoning_and_text(content: Any, place: str) -> tuple[str, str]:
     """Parts of type `thinking` and `reasoning`, which clients of other servers send back, are the model's reasoning."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return "", as_text(content, place)
-    parts = [(fields_of(part).get("type"), part) for part in content]
-    thought = [
-        as_text(fields_of(part).get("thinking") or fields_of(part).get("text") or fields_of(part).get("summary"), place)
-        for kind, part in parts
-        if kind in ("thinking", "reasoning")
-    ]
-    rest = [part for kind, part in parts if kind not in ("thinking", "reasoning", "redacted_thinking")]
-    return "\n".join(filter(None, thought)), as_text(rest, place)
+    thoughts, rest = [], []
+    for part in content:
+        fields = fields_of(part)
+        if fields.get("type") in ("thinking", "reasoning"):
+            thoughts.append(as_text(fields.get("thinking") or fields.get("text") or fields.get("summary"), place))
+        elif fields.get("type") != "redacted_thinking":
+            rest.append(part)
+    return "\n".join(filter(None, thoughts)), as_text(rest, place)
 
 
 def said(text: str, channel: str) -> Message:
@@ -268,7 +258,7 @@ def as_text(content: Any, place: str = "messages") -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
-        raise ConversationError(f"{place}: expected a text or a list of text parts, got {content!r:.80}.", place)
+        raise expected(place, "a text or a list of text parts", content)
     texts = []
     for number, part in enumerate(content):
         if isinstance(part, str):
@@ -277,13 +267,11 @@ def as_text(content: Any, place: str = "messages") -> str:
         fields, path = fields_of(part), f"{place}[{number}]"
         kind = fields.get("type", "text")
         if kind not in TEXT_PARTS or ("type" not in fields and "text" not in fields):
-            kind = fields.get("type") or next(iter(fields), None)
-            raise ConversationError(
-                f"{path}: expected a part of text, which is all that gpt-oss reads, got one of type {kind!r:.80}.", path
-            )
+            got = {"type": fields.get("type") or next(iter(fields), None)}
+            raise expected(path, "a part of text, which is all that gpt-oss reads", got)
         text = fields.get(TEXT_PARTS[kind]) or ""
         if not isinstance(text, str):
-            raise ConversationError(f"{path}.text: expected a text, got {text!r:.80}.", f"{path}.text")
+            raise expected(f"{path}.text", "a text", text)
         texts.append(text)
     return "".join(texts)
 
