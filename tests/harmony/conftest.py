@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,17 @@ pytest.importorskip("openai_harmony")
 
 import openai_harmony as harmony
 
+from npu_gptoss.harmony.conversation import chat_message
+from npu_gptoss.harmony.conversation import conversation as with_system_turn
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer_files
+
+
+def conversation(messages: Sequence[Any], tools: Sequence[Any] = ()) -> list[harmony.Message]:
+    names: dict[str, str] = {}
+    turns = [turn for message in messages for turn in chat_message("messages", message, names)]
+    return with_system_turn(turns, tools)
 
 
 @functools.cache

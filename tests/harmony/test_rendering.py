@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ pytest.importorskip("openai_harmony")
 import openai_harmony as harmony
 from tokenizers import Tokenizer, models
 
-from npu_gptoss.harmony import conversation as harmony_conversation
 from npu_gptoss.harmony.conversation import (
     ConversationError,
-    chat_message,
     developer_message,
     said,
     system_message,
@@ -29,6 +26,7 @@ from npu_gptoss.harmony.encoding import LONGEST_TOKEN, ContextError, Encoder, ch
 from npu_gptoss.harmony.rendering import LONGEST_SHOWN, tools_section
 from npu_gptoss.harmony.vocabulary import parse_ranks
 from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
+from tests.harmony.conftest import conversation
 from tests.refused import refused
 
 RUNS = ("a", "-", "\n", " ", "=", "0", "é", "漢", "🙂", "\t", "\r\n", "<|", "/", "́")
@@ -37,12 +35,6 @@ SPECIALS = tuple(f"<|{name}|>" for name in NAMES)
 WORDS = ("The quick", " brown", "'s", "don't ", "naïve", "Straße ", "北京", "🏳️‍🌈", "1234567 ", "null")
 ODD = ("\u202e", "\u0000", "\x7f", "  \n", '"', "\\", "\ue000")
 CHARACTERS = (range(32, 127), range(0xD800), range(0xE000, 0x110000))
-
-
-def conversation(messages: list[Any], tools: Sequence[Any] = ()) -> list[harmony.Message]:
-    names: dict[str, str] = {}
-    turns = [turn for message in messages for turn in chat_message("messages", message, names)]
-    return harmony_conversation.conversation(turns, tools)
 
 
 def text(rng: random.Random, most: int = 12) -> str:

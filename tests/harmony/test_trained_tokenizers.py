@@ -11,10 +11,10 @@ pytest.importorskip("openai_harmony")
 from tokenizers import AddedToken, Tokenizer
 
 from npu_gptoss.engine.text import TextCodec
-from npu_gptoss.harmony.conversation import conversation
 from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.harmony.parser import text_of
 from npu_gptoss.harmony.rendering import CHANNEL, END, MESSAGE
+from tests.harmony.conftest import conversation
 
 GROWN = 1200  # tokens: some have ids behind openai-harmony's 201 088
 
