@@ -282,9 +282,9 @@ class Answer(sample.Answer):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def events(self, step: Step) -> list[Json]:
-        told: list[Json] = []
-        self._read(step, told)
-        return told
+        sent: list[Json] = []
+        self._read(step, sent)
+        return sent
 
     def end(self) -> list[Json]:
         return [self.last(self.ended())]
@@ -295,21 +295,21 @@ class Answer(sample.Answer):
         name = status if status in ("completed", "incomplete") else "failed"  # a cancelled response has no event
         return self._event(f"response.{name}", response=response)
 
-    def _read(self, step: Step, told: list[Json] | None) -> None:
-        """told: collects the events of a stream; None for a whole answer."""
+    def _read(self, step: Step, sent: list[Json] | None) -> None:
+        """sent: collects the events of a stream; None for a whole answer."""
         for piece in step.pieces:
             if self.facts.logprobs is None:
-                self._read_events(self.sample.read(piece), told)
+                self._read_events(self.sample.read(piece), sent)
                 continue
             for one in _one_by_one(piece):
                 events = self.sample.read(one)
                 if self.sample.answer:
                     self._logprobs += self.facts.logprobs(one, self.sample.answer)
-                self._read_events(events, told)
+                self._read_events(events, sent)
                 if self.sample.finish is not None:
                     break
 
-    def _read_events(self, events: Sequence[Event], told: list[Json] | None) -> None:
+    def _read_events(self, events: Sequence[Event], sent: list[Json] | None) -> None:
         for event in events:
             item = self._item(event.part)
             if item is None:
@@ -318,8 +318,8 @@ class Answer(sample.Answer):
             if self._logprobs and event.what != "begun":
                 logprobs, self._logprobs = self._logprobs, []
                 item.logprobs += logprobs if event.part.kind is Kind.ANSWER else []
-            if told is not None:
-                self._tell(event, item, logprobs, told)
+            if sent is not None:
+                self._send(event, item, logprobs, sent)
 
     def _item(self, part: Part) -> Item | None:
         """Returns a part's item; None if the client does not see it."""
@@ -343,7 +343,7 @@ class Answer(sample.Answer):
         self._number += 1
         return {"type": name, "sequence_number": self._number - 1, **fields}
 
-    def _tell(self, event: Event, item: Item, logprobs: list[Json], told: list[Json]) -> None:
+    def _send(self, event: Event, item: Item, logprobs: list[Json], sent: list[Json]) -> None:
         """Adds the stream's events for an event of the turn."""
         of: Json = {"item_id": item.id, "output_index": item.index}
         place = {"output_index": item.index}
@@ -352,35 +352,35 @@ class Answer(sample.Answer):
             of["content_index"] = 0
         if event.what == "begun":
             begun = item.json(self.request.encoded, empty=True)
-            told.append(self._event("response.output_item.added", **place, item=begun))
+            sent.append(self._event("response.output_item.added", **place, item=begun))
             if item.tool is None:
-                told.append(self._event("response.content_part.added", **of, part=item.content(empty=True)))
+                sent.append(self._event("response.content_part.added", **of, part=item.content(empty=True)))
             return
         own = {"logprobs": logprobs} if item.part.kind is Kind.ANSWER else {}
         if event.what == "more":
             if custom or not item.event:  # sent when the call is complete
                 return
-            last = told[-1] if told else {}
+            last = sent[-1] if sent else {}
             if last.get("item_id") == of["item_id"] and "delta" in last:
                 last["delta"] += event.text
                 if own:
                     last["logprobs"] = last["logprobs"] + logprobs
             else:
-                told.append(self._event(f"{item.event}.delta", **of, delta=event.text, **own))
+                sent.append(self._event(f"{item.event}.delta", **of, delta=event.text, **own))
             return
         if custom:
             text = item.text
-            told.append(self._event(f"{item.event}.delta", **of, delta=text))
-            told.append(self._event(f"{item.event}.done", **of, input=text))
+            sent.append(self._event(f"{item.event}.delta", **of, delta=text))
+            sent.append(self._event(f"{item.event}.done", **of, input=text))
         elif not item.event:
             pass
         elif item.tool is not None:  # newer clients need the name, older clients ignore it
-            told.append(self._event(f"{item.event}.done", **of, arguments=item.text, name=item.tool.own_name))
+            sent.append(self._event(f"{item.event}.done", **of, arguments=item.text, name=item.tool.own_name))
         else:
             own = {"logprobs": [*item.logprobs]} if own else {}
-            told.append(self._event(f"{item.event}.done", **of, text=item.text, **own))
-            told.append(self._event("response.content_part.done", **of, part=item.content()))
-        told.append(self._event("response.output_item.done", **place, item=item.json(self.request.encoded)))
+            sent.append(self._event(f"{item.event}.done", **of, text=item.text, **own))
+            sent.append(self._event("response.content_part.done", **of, part=item.content()))
+        sent.append(self._event("response.output_item.done", **place, item=item.json(self.request.encoded)))
 
 
 def _one_by_one(piece: Piece) -> list[Piece]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -43,36 +42,6 @@ class Script:
 @pytest.fixture
 def tokens(library) -> Callable[[str], list[int]]:  # noqa: F811
     return lambda text: library.encode(text, allowed_special="all")
-
-
-def answered(message: dict[str, Any], finish: str) -> tuple:
-    """Content, reasoning, calls and finish reason of a chat's message."""
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
-    assert message["reasoning"] == message["reasoning_content"]
-    return message["content"] or "", message["reasoning"] or "", calls, finish
-
-
-def gathered(lines: Sequence[str], index: int = 0) -> tuple:
-    """Collects the final message that the client of a streamed chat has."""
-    content = reasoning = ""
-    calls: list[list[str]] = []
-    finish = None
-    for line in lines:
-        chunk = json.loads(line.removeprefix("data: "))
-        assert "error" not in chunk, chunk
-        for choice in chunk["choices"]:
-            if choice["index"] != index:
-                continue
-            delta = choice["delta"]
-            content += delta.get("content") or ""
-            reasoning += delta.get("reasoning") or ""
-            assert delta.get("reasoning") == delta.get("reasoning_content")
-            for call in delta.get("tool_calls") or ():
-                if call["index"] == len(calls):
-                    calls.append([call["function"]["name"], ""])
-                calls[call["index"]][1] += call["function"].get("arguments") or ""
-            finish = choice["finish_reason"] or finish
-    return content, reasoning, calls, finish
 
 
 @pytest.fixture

@@ -14,33 +14,13 @@ pytest.importorskip("openai_harmony")
 from npu_gptoss.frontend import chat, messages
 from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.encoding import ContextError
+from tests.frontend.apis import APIS, message_of, of_chat, of_message, tool
 from tests.frontend.conftest import MESSAGES, Script
 from tests.frontend.turns import BASH, CALL, FOUR, NEXT, THOUGHT, TURNS, WEATHER, call_to
 
 PARIS = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}
 RAINS = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
 USER = {"role": "user", "content": "hi"}
-
-
-def tool(function: dict[str, Any]) -> dict[str, Any]:
-    own = function["function"]
-    return {"name": own["name"], "input_schema": own["parameters"]}
-
-
-def of_chat(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a chat in Anthropic's spelling."""
-    own = dict(fields)
-    if "tools" in own:
-        own["tools"] = [tool(one) for one in own["tools"]]
-    if (choice := own.pop("tool_choice", None)) is not None:
-        named = isinstance(choice, dict)
-        own["tool_choice"] = {"type": "tool", "name": choice["function"]["name"]} if named else {"type": choice}
-        own["tool_choice"]["type"] = {"required": "any"}.get(own["tool_choice"]["type"], own["tool_choice"]["type"])
-    if (stop := own.pop("stop", None)) is not None:
-        own["stop_sequences"] = stop
-    if own.pop("include_reasoning", True) is False:
-        own["thinking"] = {"type": "disabled"}
-    return own
 
 
 @pytest.fixture
@@ -57,7 +37,7 @@ def answer(library, encoder, tokens) -> Callable[..., Any]:
         async def go() -> Any:
             if bite is None:
                 return await made.whole(script.steps())
-            return gathered("".join([text async for text in made.stream(script.steps())]))
+            return message_of("".join([text async for text in made.stream(script.steps())]))
 
         got = asyncio.run(go())
         assert script.closed
@@ -66,65 +46,17 @@ def answer(library, encoder, tokens) -> Callable[..., Any]:
     return answered
 
 
-def gathered(text: str) -> dict[str, Any]:
-    """Builds the message of a stream as Anthropic's SDKs do, and checks the order of its events."""
-    events = []
-    for one in text.removesuffix("\n\n").split("\n\n"):
-        name, data = one.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
-    message, opened = events[0]["message"], False
-    assert (message["type"], message["role"], message["content"]) == ("message", "assistant", [])
-    assert (message["stop_reason"], message["usage"]["output_tokens"]) == (None, 0)
-    for event in events[1:-2]:
-        if event["type"] == "content_block_start":
-            assert (opened, event["index"]) == (False, len(message["content"]))
-            message["content"].append(event["content_block"] | {"partial": ""})
-            opened = True
-            continue
-        block = message["content"][-1]
-        assert (opened, event["index"]) == (True, len(message["content"]) - 1)
-        if event["type"] == "content_block_stop":
-            raw, opened = block.pop("partial"), False
-            if block["type"] == "tool_use":
-                block["input"] = parsed(raw)
-            continue
-        delta = event["delta"]
-        name = {"input_json_delta": "partial_json"}.get(delta["type"], delta["type"].removesuffix("_delta"))
-        block[{"partial_json": "partial"}.get(name, name)] += delta[name]
-    assert not opened
-    return message | events[-2]["delta"] | {"usage": events[-2]["usage"]}
-
-
-def parsed(raw: str) -> Any:
-    try:
-        return json.loads(raw or "{}")
-    except ValueError:
-        return {"INVALID_JSON": raw}
-
-
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": [{**block, "id": None} for block in message["content"]]}
 
 
-def texts(message: dict[str, Any], kind: str) -> str:
-    name = "text" if kind == "text" else "thinking"
-    return "\n".join(block[name] for block in message["content"] if block["type"] == kind)
-
-
-STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
 @pytest.mark.parametrize("name", TURNS)
 def test_a_turn_is_read_alike_whole_streamed_and_by_chat(answer, name):
-    text, fields, (content, reasoning, calls, finish) = TURNS[name]
+    text, fields, want = TURNS[name]
     own = of_chat(fields)
     whole = answer(text, **own)
-    assert (texts(whole, "text"), texts(whole, "thinking")) == (content, reasoning)
-    found = [[block["name"], block["input"]] for block in whole["content"] if block["type"] == "tool_use"]
-    assert found == [[function, parsed(arguments)] for function, arguments in calls]
-    assert whole["stop_reason"] == ("stop_sequence" if "stop" in fields else STOPS[finish])
+    assert of_message(whole) == APIS["messages"].wanted(want)
+    assert (whole["stop_reason"] == "stop_sequence") == ("stop" in fields)
     assert all(block.get("signature", True) for block in whole["content"])
     for bite in (1, 3, 100):
         assert without_ids(answer(text, bite, **own)) == without_ids(whole), bite

@@ -13,7 +13,8 @@ from openai.types.responses import Response
 
 from npu_gptoss.frontend import responses
 from npu_gptoss.frontend.response_items import Conversation, encoded
-from tests.frontend.conftest import Script, answered
+from tests.frontend.apis import answered, of_response
+from tests.frontend.conftest import Script
 from tests.frontend.events import built, shapes
 from tests.frontend.turns import CALL, FOUR, NEXT, THOUGHT, TURNS, TWO_CALLS, call_to, flat
 
@@ -73,25 +74,12 @@ def prompt(library, encoder):
     return prompted
 
 
-def as_chat(response: dict[str, Any]) -> tuple:
-    """Content, reasoning, calls and finish reason as a chat's message has them."""
-    texts: dict[str, list[str]] = {"message": [], "reasoning": []}
-    calls = []
-    for item in response["output"]:
-        if item["type"] == "function_call":
-            calls.append([item["name"], item["arguments"]])
-        else:
-            texts[item["type"]] += [part["text"] for part in item["content"]]
-    finish = "length" if response["status"] == "incomplete" else "tool_calls" if calls else "stop"
-    return "\n".join(filter(None, texts["message"])), "\n".join(texts["reasoning"]), calls, finish
-
-
 @pytest.mark.parametrize("name", TURNS)
 def test_a_turn_is_read_alike_whole_streamed_and_by_chat(ask, respond, name):
     text, fields, want = TURNS[name]
     whole, _ = respond(text, **fields)
     choice = ask(text, **fields)["choices"][0]
-    assert as_chat(whole) == answered(choice["message"], choice["finish_reason"]) == want
+    assert of_response(whole) == answered(choice["message"], choice["finish_reason"]) == want
     Response.model_validate(whole)
     for bite in (1, 3, 100):
         events, _ = respond(text, bite, **fields)

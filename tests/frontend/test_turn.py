@@ -18,7 +18,8 @@ from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.turn import Reading, Turn, forced_calls
 from npu_gptoss.harmony.parser import TolerantParser
-from tests.frontend.conftest import MESSAGES, Script, answered, gathered
+from tests.frontend.apis import answered, gathered
+from tests.frontend.conftest import MESSAGES, Script
 from tests.frontend.turns import CALL, FOUR, NAMED, NEXT, PARIS, THOUGHT, TURNS, TWO_CALLS, WEATHER, final
 from tests.harmony.test_parser import noisy, spoiled, tokens_of, well_formed
 

@@ -15,14 +15,14 @@ from tests.serving.openai import cases
 MODEL = "gpt-oss-tiny"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE, INVOCATIONS = "/tokenize", "/detokenize", "/invocations"
-GATE, COMPILER, SERVER = "gate", "compiler", "server"
+ADMISSION, COMPILER, SERVER = "admission", "compiler", "server"
 
 
 @dataclass(frozen=True)
 class Hostile:
     """`status`: of the right answer. `param`: the field that a refusal names; None where no field is to blame.
 
-    `needs`: the part that refuses it: admission's gate alone, a compiler of grammars behind it, or the whole server.
+    `needs`: the part that refuses it: admission alone, a compiler of grammars behind it, or the whole server.
     """
 
     name: str
@@ -30,13 +30,13 @@ class Hostile:
     body: bytes  # as sent, with Content-Type: application/json
     status: int
     param: str | None
-    needs: str = GATE
+    needs: str = ADMISSION
 
 
 HOSTILE: list[Hostile] = []
 
 
-def _add(name: str, route: str, body: Any, param: str | None, status: int = 400, needs: str = GATE) -> None:
+def _add(name: str, route: str, body: Any, param: str | None, status: int = 400, needs: str = ADMISSION) -> None:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     HOSTILE.append(Hostile(name, route, raw, status, param, needs))
 
@@ -145,7 +145,7 @@ for _route in (CHAT, COMPLETIONS, INVOCATIONS):
             _add(f"{_part}-{_field}-{_value}", _route, _raw, _field)
         for _name, _value in (("nan", "nan"), ("inf", "1e999")):
             _add(f"{_part}-{_field}-text-{_name}", _route, _body(_route, **{_field: _value}), _field)
-    for _needs, _rows in ((GATE, _BOTH), (COMPILER, _COMPILED)):
+    for _needs, _rows in ((ADMISSION, _BOTH), (COMPILER, _COMPILED)):
         for _name, _param, _fields in _rows:
             _add(f"{_part}-{_name}", _route, _body(_route, **_fields), _param, needs=_needs)
     _add(f"{_part}-regex-backslash", _route, _body(_route, guided_regex="\\"), None, 200, COMPILER)

@@ -179,7 +179,7 @@ def test_nothing_broke_behind_the_answers(server: Server) -> None:
     assert re.findall(wrong, log) == []
 
 
-# one of each kind: the table has them all, and the tests of the gate ask for each
+# one of each kind: the table has them all, and the tests of admission ask for each
 HOSTILE_HERE = ("chat-body-list", "completions-prompt--1", "chat-n-100000", "chat-regex-nul", "chat-regex-property",
                 "chat-grammar-empty", "chat-format-text", "chat-format-without-schema", "chat-bad-word-blank",
                 "responses-schema-nonsense", "tokenize-template", "detokenize--1", "chat-tools-empty-object",

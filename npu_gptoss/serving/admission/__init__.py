@@ -1,6 +1,6 @@
 """Admission: checks each request completely before the engine receives it.
 
-`gate.Gate` is an ASGI application around vLLM's. Its checks, in order:
+`middleware.AdmissionMiddleware` is an ASGI application around vLLM's. Its checks, in order:
 
 * `keys`: on a server with API keys, every route except /health and /ping requires a key;
 * `body`: limited size, UTF-8, JSON, unique keys, finite numbers, whole characters;

@@ -35,11 +35,11 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     if wanted.stream:
         return answer.stream(started.outputs, started.step, functools.partial(_last_lines, answer, raw_request))
     try:
-        told = await answer.whole(started.outputs, started.step)
+        found = await answer.whole(started.outputs, started.step)
     except engine_ended() as error:  # vLLM answers it with 500
         return failure(error)
-    use(raw_request, told["usage"])
-    return answer_object(release().ChatCompletionResponse, told, raw_request)
+    use(raw_request, found["usage"])
+    return answer_object(release().ChatCompletionResponse, found, raw_request)
 
 
 async def create_batch(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -60,13 +60,13 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
     except of_the_request() as error:
         return refusal(error)
     try:
-        told = await asyncio.gather(*(a.whole(run.outputs, run.step) for a, run in zip(answers, started, strict=True)))
+        found = await asyncio.gather(*(a.whole(run.outputs, run.step) for a, run in zip(answers, started, strict=True)))
     except engine_ended() as error:
         return failure(error)
-    whole = {**told[0], "id": base, "choices": [c for one in told for c in one["choices"]]}
+    whole = {**found[0], "id": base, "choices": [c for one in found for c in one["choices"]]}
     whole["choices"] = [choice | {"index": index} for index, choice in enumerate(whole["choices"])]
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    whole["usage"] = told[0]["usage"] | {name: sum(one["usage"][name] for one in told) for name in names}
+    whole["usage"] = found[0]["usage"] | {name: sum(one["usage"][name] for one in found) for name in names}
     use(raw_request, whole["usage"])
     return answer_object(release().ChatCompletionResponse, whole, raw_request)
 
@@ -104,12 +104,12 @@ def answer_class(base: type) -> type:
         @classmethod
         def of(cls, body: Mapping[str, Any]) -> Any:
             made = cls.model_construct(**{name: body[name] for name in ("id", "status") if name in body})
-            made.__dict__["told"] = dict(body)
+            made.__dict__["json"] = dict(body)
             return made
 
         def model_dump(self, **_: Any) -> dict[str, Any]:
-            own = {"status": self.status} if "status" in self.__dict__["told"] else {}
-            return self.__dict__["told"] | own
+            own = {"status": self.status} if "status" in self.__dict__["json"] else {}
+            return self.__dict__["json"] | own
 
     return Answered
 

@@ -32,7 +32,7 @@ def _refused_class(base: type) -> type:
         """An ErrorResponse that prints our JSON."""
 
         def model_dump(self, **_: Any) -> dict[str, Any]:
-            return {"error": self.__dict__["told"]}
+            return {"error": self.__dict__["json"]}
 
     Refused.model_config = {**base.model_config, "extra": "allow"}
     return Refused
@@ -46,7 +46,7 @@ def refused(
     kind = kind or ("BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase)
     info = classes.ErrorInfo(message=message, type=kind, param=param, code=int(status))
     answer = _refused_class(classes.ErrorResponse).model_construct(error=info)
-    answer.__dict__["told"] = {"message": message, "type": kind, "param": param, "code": code or int(status)}
+    answer.__dict__["json"] = {"message": message, "type": kind, "param": param, "code": code or int(status)}
     return answer
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from npu_gptoss.frontend import chat, messages
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.admission.gate import PARSED, replayed
 from npu_gptoss.serving.admission.keys import route_path
+from npu_gptoss.serving.admission.middleware import PARSED, replayed
 from npu_gptoss.serving.openai.engine import PLACEHOLDER
 
 Json = dict[str, Any]

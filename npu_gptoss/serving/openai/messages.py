@@ -32,8 +32,10 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return await original(self, request, raw_request)
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 
-    told = await _answered(self, _body(request, raw_request), raw_request)
-    return answer_object(AnthropicMessagesResponse, told, raw_request) if isinstance(told, Mapping) else told
+    answered = await _answered(self, _body(request, raw_request), raw_request)
+    return (
+        answer_object(AnthropicMessagesResponse, answered, raw_request) if isinstance(answered, Mapping) else answered
+    )
 
 
 async def count(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -42,8 +44,8 @@ async def count(original: Callable[..., Any], self: Any, request: Any, raw_reque
         return await original(self, request, raw_request)
     from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensResponse
 
-    told = await _counted(self, _body(request, raw_request), raw_request)
-    return AnthropicCountTokensResponse(**told) if isinstance(told, Mapping) else told
+    answered = await _counted(self, _body(request, raw_request), raw_request)
+    return AnthropicCountTokensResponse(**answered) if isinstance(answered, Mapping) else answered
 
 
 def _body(request: Any, raw_request: Any) -> Mapping[str, Any]:
@@ -63,11 +65,11 @@ async def _answered(serving: Any, body: Mapping[str, Any], raw_request: Any) -> 
         answer = messages.Answer(wanted, _facts(started, wanted), started.turn)
         if wanted.stream:
             return answer.stream(started.outputs, started.step, functools.partial(_last_event, answer, raw_request))
-        told = await answer.whole(started.outputs, started.step)
+        answered = await answer.whole(started.outputs, started.step)
         use(raw_request, answer.counts)
     except Exception as error:
         return _failed(error)
-    return told
+    return answered
 
 
 async def _counted(serving: Any, body: Mapping[str, Any], raw_request: Any) -> Any:
@@ -132,16 +134,16 @@ def add_routes(app: FastAPI) -> None:
     async def respond(made: Callable[..., Any], request: Json, raw_request: Request) -> Any:
         serving = raw_request.app.state.openai_serving_chat
         if not intake.is_ours(serving):
-            told = _refused("The served model has no Messages API.", HTTPStatus.NOT_FOUND)
+            answered = _refused("The served model has no Messages API.", HTTPStatus.NOT_FOUND)
         else:
             body = intake.body_of(raw_request)
-            told = await made(serving, request if body is None else body, raw_request)
-        if isinstance(told, Mapping):
-            return JSONResponse(told)
-        if isinstance(told, release().ErrorResponse):
-            error = told.error
+            answered = await made(serving, request if body is None else body, raw_request)
+        if isinstance(answered, Mapping):
+            return JSONResponse(answered)
+        if isinstance(answered, release().ErrorResponse):
+            error = answered.error
             return JSONResponse(messages.error_body(error.message, error.code), status_code=error.code)
-        return StreamingResponse(told, media_type="text/event-stream")
+        return StreamingResponse(answered, media_type="text/event-stream")
 
     # `request` makes FastAPI read the body, which `with_cancellation` needs
     @with_cancellation

@@ -16,8 +16,13 @@ from vllm.entrypoints.openai.protocol import (  # noqa: F401
 )
 
 from npu_gptoss.frontend.request import Asked, Defaults
-
-CLIENT_ERRORS: tuple[type[Exception], ...] = ()  # besides Python's
+from npu_gptoss.serving.openai.release_early import (  # noqa: F401
+    CLIENT_ERRORS,
+    about_choice,
+    preflight,
+    reused_prompt,
+    scheduling,
+)
 
 
 def max_model_len(serving: Any) -> int:
@@ -36,17 +41,6 @@ def defaults(serving: Any) -> Defaults:
 
 async def tokenizer(serving: Any) -> Any:
     return await serving.engine_client.get_tokenizer()
-
-
-def preflight(serving: Any, samples: int) -> None:
-    """Raises an error if the engine takes no requests."""
-    if serving.engine_client.errored:
-        raise serving.engine_client.dead_error
-
-
-def reused_prompt(serving: Any, request: ChatCompletionRequest) -> list[int] | None:
-    """Returns the prompt's tokens if another server has encoded it."""
-    return None
 
 
 def sampling(serving: Any, request: ChatCompletionRequest, prompt_tokens: int) -> Any:
@@ -88,18 +82,8 @@ async def generate(
     return serving.engine_client.generate(inputs, params, name, lora_request=lora, trace_headers=trace, **more)
 
 
-def scheduling(serving: Any, request: ChatCompletionRequest, raw_request: Any) -> dict[str, Any]:
-    """Returns keywords of `generate` by which the engine schedules."""
-    return {"priority": request.priority}
-
-
 def raise_if_error(serving: Any, finish_reason: str | None, name: str) -> None:
     """Does nothing: 0.11.0's engine has no such reason."""
-
-
-def about_choice(request: ChatCompletionRequest, output: Any, whole: bool) -> dict[str, Any] | None:
-    """Returns choice fields from the engine, from a sample's last CompletionOutput."""
-    return None
 
 
 def about_answer(serving: Any, request: ChatCompletionRequest, output: Any, tokens: int) -> dict[str, Any]:

@@ -18,6 +18,13 @@ from vllm.entrypoints.openai.engine.protocol import (  # noqa: F401
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse  # noqa: F401
 
 from npu_gptoss.frontend.request import Asked
+from npu_gptoss.serving.openai.release_early import (  # noqa: F401
+    CLIENT_ERRORS,
+    about_choice,
+    preflight,
+    reused_prompt,
+    scheduling,
+)
 from npu_gptoss.serving.openai.release_later import (  # noqa: F401
     about_answer,
     defaults,
@@ -27,19 +34,6 @@ from npu_gptoss.serving.openai.release_later import (  # noqa: F401
     sampling,
     tokenizer,
 )
-
-CLIENT_ERRORS: tuple[type[Exception], ...] = ()  # besides Python's
-
-
-def reused_prompt(serving: Any, request: ChatCompletionRequest) -> list[int] | None:
-    """Returns the prompt's tokens if another server has encoded it."""
-    return None
-
-
-def preflight(serving: Any, samples: int) -> None:
-    """Raises an error if the engine takes no requests."""
-    if serving.engine_client.errored:
-        raise serving.engine_client.dead_error
 
 
 def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,13 +47,3 @@ def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> 
         return {}
     params.structured_outputs = StructuredOutputsParams(**fields)
     return {"reasoning_ended": False}
-
-
-def scheduling(serving: Any, request: ChatCompletionRequest, raw_request: Any) -> dict[str, Any]:
-    """Returns keywords of `generate` by which the engine schedules."""
-    return {"priority": request.priority}
-
-
-def about_choice(request: ChatCompletionRequest, output: Any, whole: bool) -> dict[str, Any] | None:
-    """Returns choice fields from the engine, from a sample's last CompletionOutput."""
-    return None

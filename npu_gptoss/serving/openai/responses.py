@@ -38,13 +38,13 @@ NO_BACKGROUND = (  # vLLM's words
 class Event:
     """An event of a stream, with the attributes that vLLM's routes read."""
 
-    __slots__ = ("sequence_number", "told", "type")
+    __slots__ = ("body", "sequence_number", "type")
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self.told, self.type, self.sequence_number = told, told["type"], told["sequence_number"]
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body, self.type, self.sequence_number = body, body["type"], body["sequence_number"]
 
     def model_dump_json(self, **_: Any) -> str:
-        return json.dumps(self.told, ensure_ascii=False)
+        return json.dumps(self.body, ensure_ascii=False)
 
 
 async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -139,23 +139,23 @@ class _Work:
         self.id = started.name
 
     async def whole(self) -> Any:
-        told = await self.answer.whole(self.started.outputs, self.started.step)
+        body = await self.answer.whole(self.started.outputs, self.started.step)
         self._use(False)
-        return await self._keep(told)
+        return await self._keep(body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         try:
             async with aclosing(self.answer.stream(self.started.outputs, self.started.step)) as events:
-                async for told in events:
-                    if told["type"] in responses.LAST_EVENTS:
+                async for body in events:
+                    if body["type"] in responses.LAST_EVENTS:
                         self._use(True)
-                        await self._keep(told["response"])
-                    yield Event(told)
+                        await self._keep(body["response"])
+                    yield Event(body)
         except Exception as error:
             log_failure("a streamed response failed", error)
-            told = self.answer.failed(error)
-            await self._keep(told)
-            yield Event(self.answer.last(told))
+            body = self.answer.failed(error)
+            await self._keep(body)
+            yield Event(self.answer.last(body))
 
     async def in_background(self) -> Any:
         """Returns the queued response, or the events of a stream that continues after the client has left."""
@@ -196,10 +196,10 @@ class _Work:
             events.append(Event(self.answer.last(self.answer.ended())))
             raise
 
-    async def _keep(self, told: Mapping[str, Any]) -> Any:
+    async def _keep(self, body: Mapping[str, Any]) -> Any:
         """Stores the response, if requested, as an object of vLLM's class. A cancelled response stays cancelled."""
         serving = self.serving
-        response = answer_class(release().ResponsesResponse).of(told)
+        response = answer_class(release().ResponsesResponse).of(body)
         if not self.answer.facts.stored:
             return response
         async with serving.response_store_lock:
@@ -207,7 +207,7 @@ class _Work:
             if known is not None and known.status == "cancelled":
                 return response
             serving.response_store[self.id] = response
-            if told["status"] in ("completed", "incomplete"):
+            if body["status"] in ("completed", "incomplete"):
                 conversation: Conversation = self.answer.conversation()
                 serving.msg_store[self.id] = conversation
         return response

@@ -16,7 +16,7 @@ from npu_gptoss.serving import releases
 from npu_gptoss.serving.admission import body as bodies
 from npu_gptoss.serving.admission import fields
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
-from tests.serving.admission.test_gate import LIMITS
+from tests.serving.admission.test_middleware import LIMITS
 
 # fields that need no limit, by reason
 SWITCHES = {

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -155,9 +155,7 @@ class Server:
             answer = self.post("/v1/completions", {"model": NAME, "prompt": SAMPLING, "max_tokens": 4000, **fields})
             assert answer.status == 200, answer.text
             return json.loads(answer.json["choices"][0]["text"])
-        answer = {"chat": self.chat, "responses": self.respond, "messages": self.message}[api](
-            text, **({"max_tokens": 4000} if api == "messages" else {}) | fields
-        )
+        answer = self.ask(api)(text, **({"max_tokens": 4000} if api == "messages" else {}) | fields)
         assert answer.status == 200, answer.text
         if api == "messages":
             return json.loads(answer.json["content"][0]["text"])
@@ -166,6 +164,9 @@ class Server:
             return json.loads(item["content"][0]["text"] if item["type"] == "message" else item["arguments"])
         message = answer.json["choices"][0]["message"]
         return json.loads(message["content"] or message["tool_calls"][0]["function"]["arguments"])
+
+    def ask(self, api: str) -> Callable[..., Answer]:
+        return {"chat": self.chat, "responses": self.respond, "messages": self.message}[api]
 
     def message(self, written: str = "", /, **fields: Any) -> Answer:
         fields.setdefault("messages", [{"role": "user", "content": written}])

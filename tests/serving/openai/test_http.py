@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.conftest import answered, gathered
+from tests.frontend.apis import APIS, gathered, of_message, of_response
 from tests.frontend.turns import ANSWER, BASH, CALL, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to, flat
 from tests.serving.openai.cases import CHATS, EFFORTS, RESPONSES
 from tests.serving.openai.conftest import NAME, Answer, Server
@@ -32,77 +32,15 @@ def content(answer: Answer) -> str:
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_chat_reads_a_turn_alike_whole_and_streamed(server: Server, name: str) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_turn_is_read_alike_whole_and_streamed(server: Server, api: str, name: str) -> None:
     text, fields, want = TURNS[name]
-    choice = server.chat(text, **fields).json["choices"][0]
-    assert answered(choice["message"], choice["finish_reason"]) == want
-    assert gathered(server.chat(text, stream=True, **fields).lines) == want
-
-
-def items_of(output: list[dict[str, Any]]) -> tuple[str, str, list[list[str]]]:
-    def text(kind: str) -> str:
-        texts = [item["content"][0]["text"] for item in output if item["type"] == kind and item["content"]]
-        return "\n".join(filter(None, texts))
-
-    calls = [[item["name"], item["arguments"]] for item in output if item["type"] == "function_call"]
-    return text("message"), text("reasoning"), calls
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_responses_read_a_turn_alike_whole_and_streamed(server: Server, name: str) -> None:
-    text, fields, want = TURNS[name]
-    own = fields | {"tools": [flat(tool) for tool in fields.get("tools", ())]}
-    if isinstance(fields.get("tool_choice"), dict):
-        own["tool_choice"] = flat(fields["tool_choice"])
-    whole = server.respond(text, **own).json
-    assert items_of(whole["output"]) == want[:3]
-    assert whole["status"] == ("incomplete" if want[3] == "length" else "completed")
-    events = server.respond(text, stream=True, **own).events
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    last = events[-1]
-    assert last["type"] == f"response.{whole['status']}"
-    assert items_of(last["response"]["output"]) == want[:3]
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == last["response"]["output"]
-
-
-def blocks_of(blocks: list[dict[str, Any]]) -> tuple[str, str, list[list[Any]]]:
-    def text(kind: str) -> str:
-        return "".join(block[kind] for block in blocks if block["type"] == kind)
-
-    calls = [[block["name"], block["input"]] for block in blocks if block["type"] == "tool_use"]
-    return text("text"), text("thinking"), calls
-
-
-@pytest.mark.parametrize("name", [name for name in TURNS if not {"include_reasoning"} & TURNS[name][1].keys()])
-def test_messages_read_a_turn_alike_whole_and_streamed(server: Server, name: str) -> None:
-    text, fields, want = TURNS[name]
-    own: dict[str, Any] = {"tools": [_anthropic(tool) for tool in fields.get("tools", ())]}
-    choice = fields.get("tool_choice")
-    if choice is not None:
-        named = {"type": "tool", "name": choice["function"]["name"]} if isinstance(choice, dict) else None
-        own["tool_choice"] = named or {"type": {"required": "any", "none": "none"}[choice]}
-    if "stop" in fields:
-        own["stop_sequences"] = fields["stop"]
-    answer = server.message(text, **own)
-    assert answer.status == 200, answer.text
-    whole = answer.json
-    ended = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[want[3]]
-    assert whole["stop_reason"] == ("stop_sequence" if "stop" in fields else ended)
-    said, thought, calls = blocks_of(whole["content"])
-    assert (said.replace("\n", ""), thought.replace("\n", "")) == (want[0].replace("\n", ""), want[1].replace("\n", ""))
-    assert [call[0] for call in calls] == [call[0] for call in want[2]]
-    events = server.message(text, stream=True, **own).events
-    message = events[0]["message"]
-    assert (events[0]["type"], message["type"], message["role"]) == ("message_start", "message", "assistant")
-    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
-    texts = [event["delta"]["text"] for event in events if event.get("delta", {}).get("type") == "text_delta"]
-    assert "".join(texts) == said
-
-
-def _anthropic(tool: dict[str, Any]) -> dict[str, Any]:
-    function = tool["function"]
-    return {"name": function["name"], "input_schema": function["parameters"]}
+    form, ask = APIS[api], server.ask(api)
+    fields, want = form.fields(fields), form.wanted(want)
+    whole = ask(text, **fields)
+    assert whole.status == 200, whole.text
+    assert form.whole(whole.json) == want
+    assert form.streamed(ask(text, stream=True, **fields).text) == want
 
 
 # F1 to F3: requests of agents
@@ -137,7 +75,7 @@ def test_codex_tools_and_items_are_served(server: Server) -> None:
     ]
     answer = server.respond("", input=history, tools=tools)
     assert answer.status == 200, answer.text
-    assert items_of(answer.json["output"]) == ("Four.", "hm", [])
+    assert of_response(answer.json) == ("Four.", "hm", [], "stop")
 
 
 def test_custom_tools_of_chat_are_served(server: Server) -> None:
@@ -195,7 +133,7 @@ def test_prefill_continues_the_answer(server: Server, fields: dict[str, Any]) ->
     assert content(server.chat(echo=True, **continued)) == "2 + 2 is four."
     assert gathered(server.chat(stream=True, **continued).lines)[0] == " is four."
     own = server.message(messages=messages).json
-    assert blocks_of(own["content"])[0] == " is four."
+    assert of_message(own)[0] == " is four."
 
 
 def test_generation_prompt_that_is_switched_off_is_refused(server: Server) -> None:
@@ -340,7 +278,7 @@ NULLS = (
 
 
 def test_nulls_of_a_response_are_its_defaults(server: Server) -> None:
-    assert items_of(server.respond(ANSWER, **dict.fromkeys(NULLS)).json["output"])[0] == "Four."
+    assert of_response(server.respond(ANSWER, **dict.fromkeys(NULLS)).json)[0] == "Four."
     assert server.respond(ANSWER, stream=True, background=None).events[-1]["type"] == "response.completed"
 
 

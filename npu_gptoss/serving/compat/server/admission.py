@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss import envs
 from npu_gptoss.frontend.structure import structure_of
 from npu_gptoss.harmony.conversation import ConversationError
-from npu_gptoss.serving.admission.gate import Gate
 from npu_gptoss.serving.admission.keys import KeyGuard, route_path
+from npu_gptoss.serving.admission.middleware import AdmissionMiddleware
 from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.admission.rules import Limits
 from npu_gptoss.serving.admission.structures import Structures
@@ -54,7 +54,7 @@ SERVES = {
 
 
 class VllmServer:
-    """Answers admission's questions about vLLM's server; see `admission.gate.Server`."""
+    """Answers admission's questions about vLLM's server; see `admission.middleware.Server`."""
 
     def __init__(self, state: Any, trusts_templates: bool, template: str | None = None) -> None:
         self._state, self._trusts_templates, self._template = state, trusts_templates, template
@@ -195,7 +195,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
     app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]
     app.add_middleware(
-        Gate,
+        AdmissionMiddleware,
         keys=KeyGuard(keys, open_metrics=envs.get("NPU_GPTOSS_OPEN_METRICS")),
         server=VllmServer(app.state, args.trust_request_chat_template, args.chat_template),
         max_body=envs.get("NPU_GPTOSS_MAX_BODY_MIB") << 20,

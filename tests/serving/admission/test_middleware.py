@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from npu_gptoss.serving.admission.gate import LARGE, Gate
 from npu_gptoss.serving.admission.keys import KeyGuard
+from npu_gptoss.serving.admission.middleware import LARGE, AdmissionMiddleware
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.admission.rules import Limits
 from tests.serving.hostile import HOSTILE, Hostile
@@ -59,26 +61,37 @@ class AnyServer:
         return Refusal("unreadable") if isinstance(error, KeyError) else None
 
 
-def gate(app: Any = None, keys: tuple[str, ...] = (), open_metrics: bool = False, max_body: int = 1 << 20) -> Gate:
-    return Gate(app or Taken(), KeyGuard(keys, open_metrics), AnyServer(), max_body)
+def admission(app: Any = None, keys: tuple[str, ...] = (), metrics: bool = False, most: int = 1 << 20) -> Any:
+    return AdmissionMiddleware(app or Taken(), KeyGuard(keys, metrics), AnyServer(), most)
+
+
+def chunk(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+GONE = {"type": "http.disconnect"}
 
 
 def ask(
-    asked: Gate,
+    asked: AdmissionMiddleware,
     path: str = CHAT,
-    body: bytes | list[bytes] = b"",
+    body: Any = b"",
     method: str = "POST",
     headers: tuple[tuple[bytes, bytes], ...] = JSON,
+    messages: Iterable[dict[str, Any]] | None = None,
     **scope: Any,
 ) -> tuple[int | None, dict[str, Any]]:
-    """Returns status and JSON of the answer; status None if nothing was sent."""
-    chunks = list(body) if isinstance(body, list) else [body]
+    """Returns status and JSON of the answer; status None if nothing was sent.
+
+    body: bytes, or an object to write as JSON. messages: the client's messages in place of one with the body; after
+    the last it leaves.
+    """
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    coming = iter([chunk(raw)] if messages is None else messages)
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
-        if not chunks:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": chunks.pop(0), "more_body": bool(chunks)}
+        return next(coming, GONE)
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -88,22 +101,22 @@ def ask(
     if not sent:
         return None, {}
     text = b"".join(message.get("body", b"") for message in sent)
-    return sent[0].get("status"), json.loads(text) if text else {}
+    return sent[0].get("status", sent[0]["type"]), json.loads(text) if text else {}
 
 
-BY_THE_GATE = [case for case in HOSTILE if case.needs == "gate"]
+BY_ADMISSION = [case for case in HOSTILE if case.needs == "admission"]
 
 
-@pytest.mark.parametrize("case", BY_THE_GATE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BY_ADMISSION, ids=lambda case: case.name)
 def test_hostile_request_is_refused_by_admission(case: Hostile) -> None:
     app = Taken()
-    status, told = ask(gate(app), case.route, case.body)
+    status, body = ask(admission(app), case.route, case.body)
     assert status == case.status
     if status == 200:
         assert app.received == [case.body]
         return
     assert not app.received, "vLLM has heard of it"
-    error = told["error"]
+    error = body["error"]
     assert (error["param"], error["code"]) == (case.param, 400)
     assert error["message"].isprintable()
     assert len(error["message"]) < 500
@@ -118,77 +131,47 @@ def test_an_accepted_body_and_its_disconnect_pass_unchanged() -> None:
         heard.extend([await receive(), await receive()])
 
     raw = json.dumps(BODY, indent=3).encode()
-    ask(gate(app), body=[raw[:7], b"", raw[7:]])
-    assert heard == [{"type": "http.request", "body": raw, "more_body": False}, {"type": "http.disconnect"}]
+    ask(admission(app), messages=[chunk(raw[:7], True), chunk(b"", True), chunk(raw[7:])])
+    assert heard == [chunk(raw), GONE]
 
 
 def test_an_incomplete_body_does_not_reach_vllm() -> None:
     app = Taken()
-
-    async def main() -> list[Any]:
-        messages = [{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return messages.pop(0)
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": list(JSON)}
-        await gate(app)(scope, receive, send)
-        return sent
-
-    assert asyncio.run(main()) == []
+    assert ask(admission(app), messages=[chunk(b'{"a', True)]) == (None, {})
     assert not app.received
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_beyond_the_limit_is_not_held(declared: bool) -> None:
     """Without a Content-Length (chunked) only counting shows the size."""
-    app, chunk, taken = Taken(), b"x" * 1000, 0
-
-    async def main() -> Any:
-        async def receive() -> Any:
-            nonlocal taken
-            taken += 1
-            return {"type": "http.request", "body": chunk, "more_body": True}
-
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        length = ((b"content-length", b"5001"),) if declared else ()
-        scope = {"type": "http", "method": "POST", "path": "/anything", "headers": [*JSON, *length]}
-        await gate(app, max_body=5000)(scope, receive, send)
-        return sent[0]["status"]
-
-    assert asyncio.run(main()) == 413
-    assert taken == (0 if declared else 6)
+    app, endless = Taken(), itertools.count()
+    length = ((b"content-length", b"5001"),) if declared else ()
+    coming = (chunk(b"x" * 1000, True) for _ in endless)
+    assert ask(admission(app, most=5000), "/anything", headers=(*JSON, *length), messages=coming)[0] == 413
+    assert next(endless) == (0 if declared else 6)
     assert not app.received
 
 
 def test_bodies_that_are_no_json_are_left_to_their_routes() -> None:
     app = Taken()
     status, _ = ask(
-        gate(app), "/v1/audio/transcriptions", b"\xff\xfe", headers=((b"content-type", b"multipart/form-data"),)
+        admission(app), "/v1/audio/transcriptions", b"\xff\xfe", headers=((b"content-type", b"multipart/form-data"),)
     )
     assert (status, app.received) == (200, [b"\xff\xfe"])
 
 
 @pytest.mark.parametrize("kind", [b"application/json; charset=utf-8", b"Application/JSON", b"application/vnd.api+json"])
 def test_json_under_any_content_type_is_checked(kind: bytes) -> None:
-    body = json.dumps(BODY | {"n": 10**6}).encode()
-    assert ask(gate(), body=body, headers=((b"content-type", kind),))[0] == 400
+    body = BODY | {"n": 10**6}
+    assert ask(admission(), body=body, headers=((b"content-type", kind),))[0] == 400
 
 
 def test_a_duplicate_header_does_not_bypass_the_checks() -> None:
     """vLLM reads the first of two equal headers; admission read the last, so a second type or id passed unchecked."""
-    app, wild = Taken(), json.dumps(BODY | {"n": 10**6}).encode()
-    assert ask(gate(app), body=wild, headers=(*JSON, (b"content-type", b"text/plain")))[0] == 400
+    app, wild = Taken(), BODY | {"n": 10**6}
+    assert ask(admission(app), body=wild, headers=(*JSON, (b"content-type", b"text/plain")))[0] == 400
     ids = ((b"x-request-id", b"a\x1b[2J"), (b"x-request-id", b"a"))
-    assert ask(gate(app), body=json.dumps(BODY).encode(), headers=(*JSON, *ids))[0] == 400
+    assert ask(admission(app), body=BODY, headers=(*JSON, *ids))[0] == 400
     assert not app.received
 
 
@@ -202,8 +185,8 @@ def test_a_large_body_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
     for size in (10, LARGE):
-        body = json.dumps(BODY | {"user": "x" * size}).encode()
-        assert ask(gate(), body=body)[0] == 200
+        body = BODY | {"user": "x" * size}
+        assert ask(admission(), body=body)[0] == 200
     assert len(threads) == 1
 
 
@@ -212,12 +195,12 @@ def test_a_large_body_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPa
     [(False, KeyError("a"), 400), (True, KeyError("a"), KeyError), (False, OSError(), OSError)],
 )
 def test_only_a_failure_to_read_before_the_answer_is_the_clients(begins: bool, fails: Exception, status: Any) -> None:
-    asked = gate(Taken(fails, begins))
+    asked = admission(Taken(fails, begins))
     if isinstance(status, int):
-        assert ask(asked, body=json.dumps(BODY).encode())[0] == status
+        assert ask(asked, body=BODY)[0] == status
     else:
         with pytest.raises(status):
-            ask(asked, body=json.dumps(BODY).encode())
+            ask(asked, body=BODY)
 
 
 def test_two_requests_in_flight_cannot_have_one_id() -> None:
@@ -230,8 +213,8 @@ def test_two_requests_in_flight_cannot_have_one_id() -> None:
             inside.append(None)
             inside.append(await asyncio.to_thread(ask, asked, CHAT, again))
 
-    asked = gate(app)
-    again = json.dumps(BODY | {"request_id": "mine"}).encode()
+    asked = admission(app)
+    again = BODY | {"request_id": "mine"}
     assert ask(asked, body=again)[0] == 200
     assert (inside[1][0], inside[1][1]["error"]["param"]) == (400, "request_id")
     assert ask(asked, body=again)[0] == 200, "it has ended since"
@@ -239,17 +222,17 @@ def test_two_requests_in_flight_cannot_have_one_id() -> None:
 
 def test_an_id_in_the_header_is_printable() -> None:
     headers = (*JSON, (b"x-request-id", b"a\x1b[2J"))
-    status, told = ask(gate(), body=json.dumps(BODY).encode(), headers=headers)
-    assert (status, told["error"]["param"]) == (400, "X-Request-Id")
+    status, body = ask(admission(), body=BODY, headers=headers)
+    assert (status, body["error"]["param"]) == (400, "X-Request-Id")
 
 
 @pytest.mark.parametrize(("value", "status"), [(b"-5", 200), (b"high", 200), (b"9" * 30, 400), (b"2147483648", 400)])
 def test_a_priority_in_the_header_has_the_bodys_limits(value: bytes, status: int) -> None:
     """vLLM 0.33 reads it, and ignores a value that is no number."""
     headers = (*JSON, (b"x-vllm-priority", value))
-    found, told = ask(gate(), body=json.dumps(BODY).encode(), headers=headers)
+    found, body = ask(admission(), body=BODY, headers=headers)
     assert found == status
-    assert status == 200 or told["error"]["param"] == "X-Vllm-Priority"
+    assert status == 200 or body["error"]["param"] == "X-Vllm-Priority"
 
 
 # (path, root_path, key sent, open metrics): let in?
@@ -281,11 +264,13 @@ def test_every_route_but_two_needs_the_key(path, root, sent, metrics, enters, me
     app = Taken()
     # CVE-2026-48746: the client's Host header must have no effect
     headers = ((b"host", b"a/health?"),) + (((b"authorization", sent),) if sent is not None else ())
-    status, told = ask(gate(app, ("another", "secret"), metrics), path, headers=headers, method=method, root_path=root)
+    status, body = ask(
+        admission(app, ("another", "secret"), metrics), path, headers=headers, method=method, root_path=root
+    )
     assert bool(app.scopes) is enters
     if not enters:
-        assert (status, told["error"]["code"]) == (401, 401)
-        assert b"secret" not in json.dumps(told).encode()
+        assert (status, body["error"]["code"]) == (401, 401)
+        assert b"secret" not in json.dumps(body).encode()
 
 
 @pytest.mark.parametrize(
@@ -301,30 +286,23 @@ def test_every_route_but_two_needs_the_key(path, root, sent, metrics, enters, me
     ],
 )
 def test_each_header_with_a_key_has_one_of_this_server(headers: list[tuple[bytes, bytes]], status: int) -> None:
-    assert ask(gate(keys=("secret",)), headers=tuple(headers))[0] == status
+    assert ask(admission(keys=("secret",)), headers=tuple(headers))[0] == status
 
 
 def test_a_refusal_is_not_counted() -> None:
-    asked = gate(keys=("secret",))
+    asked = admission(keys=("secret",))
     assert ask(asked)[0] == 401
     assert ask(asked, body=b"no json", headers=(*JSON, (b"authorization", b"Bearer secret")))[0] == 400
     assert asked.server.counted == [401, 400]
 
 
 def test_without_keys_every_route_is_open() -> None:
-    assert ask(gate(), "/v1/models", method="GET")[0] == 200
+    assert ask(admission(), "/v1/models", method="GET")[0] == 200
 
 
 def test_a_websocket_needs_the_key_too() -> None:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    for headers in ([], [(b"authorization", KEY)]):
-        scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers}
-        asyncio.run(gate(keys=("secret",))(scope, None, send))
-    assert [message["type"] for message in sent] == ["websocket.close", "websocket.accept"]
+    for headers, kind in (((), "websocket.close"), (((b"authorization", KEY),), "websocket.accept")):
+        assert ask(admission(keys=("secret",)), "/v1/realtime", headers=headers, type="websocket") == (kind, {})
 
 
 def test_a_preflight_needs_no_key_and_nothing_else_hides_as_one() -> None:
@@ -332,4 +310,4 @@ def test_a_preflight_needs_no_key_and_nothing_else_hides_as_one() -> None:
     for method, headers, status in (
         ("OPTIONS", (origin, asked), 200), ("OPTIONS", (origin,), 401), ("GET", (origin, asked), 401)
     ):  # fmt: skip
-        assert ask(gate(keys=("secret",)), headers=headers, method=method)[0] == status
+        assert ask(admission(keys=("secret",)), headers=headers, method=method)[0] == status

@@ -58,7 +58,7 @@ class _Gone(Exception):
     """The client left before its body was complete."""
 
 
-class Gate:
+class AdmissionMiddleware:
     def __init__(self, app: App, keys: KeyGuard, server: Server, max_body: int) -> None:
         self.app, self.keys, self.server, self.max_body = app, keys, server, max_body
         self._running: set[tuple[str, str]] = set()  # client-chosen ids of requests in flight
