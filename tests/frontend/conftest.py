@@ -12,6 +12,7 @@ pytest.importorskip("openai_harmony")
 
 from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.frontend.sample import Answer
 from tests.harmony.conftest import directory, encoder, library  # noqa: F401
 
 TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
@@ -39,6 +40,19 @@ class Script:
             self.closed = True
 
 
+def run(answer: Answer, script: Script, *, whole: bool) -> Any:
+    """Returns a whole answer, or the list of what its stream sends."""
+
+    async def go() -> Any:
+        if whole:
+            return await answer.whole(script.steps())
+        return [event async for event in answer.stream(script.steps())]
+
+    got = asyncio.run(go())
+    assert script.closed
+    return got
+
+
 @pytest.fixture
 def tokens(library) -> Callable[[str], list[int]]:  # noqa: F811
     return lambda text: library.encode(text, allowed_special="all")
@@ -54,14 +68,7 @@ def ask(library, encoder, tokens) -> Callable[..., Any]:  # noqa: F811
         script = Script(tokens(text), bite or 3, finish)
         facts = chat.Facts("chatcmpl-1", "gpt-oss", len(request.asked.prompt(encoder)))
         answer = chat.Answer(request, facts, lambda: request.asked.turn(encoder))
-
-        async def go() -> Any:
-            if bite is None:
-                return await answer.whole(script.steps())
-            return [line async for line in answer.stream(script.steps())]
-
-        got = asyncio.run(go())
-        assert script.closed
+        got = run(answer, script, whole=bite is None)
         assert script.ended or "stop" in fields, "the request counts as one whose client has left"
         return got
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from npu_gptoss.frontend import chat, messages
 from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.encoding import ContextError
 from tests.frontend.apis import APIS, message_of, of_chat, of_message, tool
-from tests.frontend.conftest import MESSAGES, Script
+from tests.frontend.conftest import MESSAGES, Script, run
 from tests.frontend.turns import BASH, CALL, FOUR, NEXT, THOUGHT, TURNS, WEATHER, call_to
 
 PARIS = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}
@@ -33,15 +32,8 @@ def answer(library, encoder, tokens) -> Callable[..., Any]:
         prompt = request.asked.prompt(encoder)
         facts = messages.Facts("msg_1", "gpt-oss", len(prompt), cached_details=True)
         made = messages.Answer(request, facts, lambda: request.asked.turn(encoder))
-
-        async def go() -> Any:
-            if bite is None:
-                return await made.whole(script.steps())
-            return message_of("".join([text async for text in made.stream(script.steps())]))
-
-        got = asyncio.run(go())
-        assert script.closed
-        return got
+        got = run(made, script, whole=bite is None)
+        return got if bite is None else message_of("".join(got))
 
     return answered
 
@@ -111,7 +103,7 @@ def test_usage_counts_the_cache_twice(library, encoder, tokens):
     for details, usage in ((True, (84, 16)), (False, (100, 0))):
         facts = messages.Facts("msg_1", "gpt-oss", 100, cached_details=details)
         made = messages.Answer(request, facts, lambda: request.asked.turn(encoder))
-        got = asyncio.run(made.whole(Cached(tokens(THOUGHT + FOUR), 1).steps()))["usage"]
+        got = run(made, Cached(tokens(THOUGHT + FOUR), 1), whole=True)["usage"]
         assert (got["input_tokens"], got["cache_read_input_tokens"]) == usage
         assert got["output_tokens_details"]["thinking_tokens"] == 1
 

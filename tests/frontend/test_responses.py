@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from openai.types.responses import Response
 from npu_gptoss.frontend import responses
 from npu_gptoss.frontend.response_items import Conversation, encoded
 from tests.frontend.apis import answered, of_response
-from tests.frontend.conftest import Script
+from tests.frontend.conftest import Script, run
 from tests.frontend.events import built, shapes
 from tests.frontend.turns import CALL, FOUR, NEXT, THOUGHT, TURNS, TWO_CALLS, call_to, flat
 
@@ -42,16 +41,7 @@ def respond(library, encoder, tokens):
         request = responses.read(body(stream=bite is not None, **fields))
         facts = responses.Facts("resp_1", "gpt-oss", 7, logprobs=scored(library) if logprobs else None)
         answer = responses.Answer(request, facts, request.asked.turn(encoder))
-        steps = script(tokens(text), bite or 3)
-
-        async def go() -> Any:
-            if bite is None:
-                return await answer.whole(steps.steps())
-            return [event async for event in answer.stream(steps.steps())]
-
-        got = asyncio.run(go())
-        assert steps.closed
-        return got, answer
+        return run(answer, script(tokens(text), bite or 3), whole=bite is None), answer
 
     return responded
 

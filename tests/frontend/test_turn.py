@@ -19,7 +19,7 @@ from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.turn import Reading, Turn, forced_calls
 from npu_gptoss.harmony.parser import TolerantParser
 from tests.frontend.apis import answered, gathered
-from tests.frontend.conftest import MESSAGES, Script
+from tests.frontend.conftest import MESSAGES, Script, run
 from tests.frontend.turns import CALL, FOUR, NAMED, NEXT, PARIS, THOUGHT, TURNS, TWO_CALLS, WEATHER, final
 from tests.harmony.test_parser import noisy, spoiled, tokens_of, well_formed
 
@@ -267,15 +267,11 @@ def test_a_stream_of_a_call_opens_with_an_empty_text(ask):
     assert all(delta.get("content") is None for delta in rest)
 
 
-def run(script: Any, library: Any, encoder: Any, **fields: Any) -> list[str]:
+def lines_of(script: Any, library: Any, encoder: Any, **fields: Any) -> list[str]:
     """The lines of a stream over the steps of a script."""
     request = chat.read({"messages": MESSAGES, "stream": True} | fields)
     answer = chat.Answer(request, chat.Facts("c", "m", 7), lambda: request.asked.turn(encoder))
-
-    async def go() -> list[str]:
-        return [line async for line in answer.stream(script.steps())]
-
-    return asyncio.run(go())
+    return run(answer, script, whole=False)
 
 
 def test_samples_share_the_indices_of_their_calls(library, encoder, tokens):
@@ -289,7 +285,7 @@ def test_samples_share_the_indices_of_their_calls(library, encoder, tokens):
 
     options = {"include_usage": True, "continuous_usage_stats": True}
     made = tokens(TWO_CALLS)
-    lines = run(Two(made, 2), library, encoder, n=2, stream_options=options, **ASKED)
+    lines = lines_of(Two(made, 2), library, encoder, n=2, stream_options=options, **ASKED)
     entries = [part for delta in deltas(lines) for part in delta.get("tool_calls", ())]
     assert [part["index"] for part in entries if part.get("id")] == [0, 1]
     assert len({part["id"] for part in entries if part.get("id")}) == 2
@@ -308,8 +304,9 @@ def test_an_end_without_tokens_repeats_text_or_hides_its_reason(library, encoder
         async def steps(self):
             yield Step([Piece(0, self.tokens)])
             yield Step([Piece(0, [], "abort")])
+            self.closed = True
 
-    lines = run(Aborted(tokens(FINAL + "cut off"), 1), library, encoder)
+    lines = lines_of(Aborted(tokens(FINAL + "cut off"), 1), library, encoder)
     assert gathered(lines) == ("cut off", "", [], "abort")
 
 
