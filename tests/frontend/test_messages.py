@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("openai_harmony")
 
 from npu_gptoss.frontend import chat, messages
-from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.encoding import ContextError
 from tests.frontend.apis import APIS, message_of, of_chat, of_message, tool
 from tests.frontend.conftest import MESSAGES, Script, run
@@ -234,44 +233,6 @@ def test_a_reminder_outlives_its_turn(library, encoder):
     sent = [USER, {"role": "system", "content": "Hush.", "clear_at": "next_user_message"}]
     assert "Hush." in prompt_text(library, encoder, sent)
     assert "Hush." not in prompt_text(library, encoder, [*sent, USER])
-
-
-SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
-
-
-def _last(content: Any, role: str = "user") -> dict[str, Any]:
-    return {"messages": [USER, {"role": role, "content": content}]}
-
-
-@pytest.mark.parametrize(
-    ("fields", "path"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        (_last("x", "robot"), "messages[1].role"),
-        (_last(None), "messages[1].content"),
-        (_last([RAINS]), "messages[1].content[0].tool_use_id"),
-        (_last([{"type": "image", "source": {"type": "url", "url": "x"}}]), "messages[1].content[0]"),
-        (_last([{"type": "document", "source": {"type": "base64"}}]), "messages[1].content[0]"),
-        (_last([{"type": "text", "text": 1}]), "messages[1].content[0].text"),
-        (_last([PARIS], "assistant"), "messages[1].content[0]"),
-        ({"tools": [{"type": "bash_20250124"}, {"name": "f"}]}, "tools[1].input_schema"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),  # Claude Code's search
-        ({"tools": [{"name": "f g", "input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [{"type": "invented", "name": "f"}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
-        ({"thinking": {"type": "much"}}, "thinking.type"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-        ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"compaction": {"type": "summarize"}}, "compaction"),
-        (_last("3 + ", "assistant") | {"output_config": {"format": SCHEMA}}, "output_config.format"),
-    ],
-)  # fmt: skip
-def test_a_refusal_does_not_name_the_field(fields, path):
-    with pytest.raises(ConversationError) as refused:
-        messages.read({"messages": [USER], "max_tokens": 9} | fields)
-    assert (refused.value.param, str(refused.value).partition(": ")[0]) == (path, path)
 
 
 def test_a_field_is_ignored_in_silence():

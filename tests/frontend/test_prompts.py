@@ -21,8 +21,6 @@ from research.tiny_text import Style
 from tests.frontend.conversations import (
     CONVERSATIONS,
     NOW,
-    WEATHER,
-    answer,
     as_chat,
     as_response,
     call,
@@ -167,37 +165,6 @@ def test_a_text_that_no_context_can_hold_is_encoded(encoder):
     asked = chat.read({"messages": [user("-" * (129 * 4096))]}).asked
     with pytest.raises(ContextError, match=r"length is 4096 tokens\. However, your request has at least \d+ input"):
         asked.prompt(encoder, 4096)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "Hi"}, "messages"),
-        ({"messages": ["Hi"]}, "messages[0].role"),
-        ({"messages": [user("Hi"), system("x", "robot")]}, "messages[1].role"),
-        ({"messages": [user(None)]}, "messages[0].content"),
-        ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content[0]"),
-        ({"messages": [user(5)]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [answer(None, tool_calls=[{}])]}, "messages[0].tool_calls[0].name"),
-        ({"messages": [user("\ud800")]}, "messages"),
-        ({"messages": [user()], "tools": [{"type": "spell", "name": "f"}]}, "tools[0].type"),
-        ({"messages": [user()], "tools": {}}, "tools"),
-        (
-            {"messages": [user()], "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
-            "tools[0].parameters",
-        ),
-        ({"messages": [user()], "reasoning_effort": "huge"}, "reasoning_effort"),
-        ({"messages": [user()], "logits_processors": ["a.b"]}, "logits_processors"),
-        ({"messages": [user()], "tools": [{"type": "function", "function": WEATHER}], "tool_choice": "now"},
-         "tool_choice"),
-    ],
-)  # fmt: skip
-def test_a_chat_that_cannot_be_written_does_not_name_the_field(prompt, fields, param):
-    with pytest.raises(ConversationError) as refused:
-        prompt(chat.read, **fields)
-    assert refused.value.param == param
 
 
 @pytest.mark.parametrize("date", ["tomorrow", "2025-13-01"])

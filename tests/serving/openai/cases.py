@@ -129,6 +129,8 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     (FORCED | {"structured_outputs": {"regex": "x"}}, "structured_outputs.regex"),
     (FORCED | {"guided_json": {"type": "null"}}, "guided_json"),
+]
+BY_THE_ENGINE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"n": "two"}, "n"),
     ({"stop": 3}, "stop"),

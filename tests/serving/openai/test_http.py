@@ -14,7 +14,7 @@ import pytest
 
 from tests.frontend.apis import APIS, gathered, of_message, of_response
 from tests.frontend.turns import ANSWER, BASH, CALL, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to, flat
-from tests.serving.openai.cases import CHATS, EFFORTS, RESPONSES
+from tests.serving.openai.cases import BY_THE_ENGINE, CHATS, EFFORTS, RESPONSES
 from tests.serving.openai.conftest import NAME, Answer, Server
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
@@ -209,7 +209,7 @@ def test_response_field_that_cannot_be_honoured_is_refused(server: Server, field
     assert error["param"] == param
 
 
-@pytest.mark.parametrize(("fields", "param"), CHATS)
+@pytest.mark.parametrize(("fields", "param"), CHATS + BY_THE_ENGINE)
 def test_chat_refusal_names_the_field_and_nothing_of_pydantic(
     server: Server, fields: dict[str, Any], param: str
 ) -> None:
