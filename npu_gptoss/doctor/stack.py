@@ -10,7 +10,7 @@ from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, DEVICE_TYPES, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.serving.releases import TORCH_OLDEST, own_version, release_of, silent_defect
+from npu_gptoss.serving.releases import TORCH_OLDEST, own_version, release_of, seams, silent_defect
 
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (docs/installation.md)"
@@ -134,12 +134,18 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
     remedy = f"`pip install vllm-ascend=={row.vllm_ascend.recommended}`."
     if release is None:
         yield failed("vllm-ascend is not installed, so vLLM knows no Ascend platform.", remedy)
-    elif objection := limits.version_objection(release, row):
-        defect = silent_defect(numbers(release))
+    elif objection := limits.version_objection(release, row, here.package):
+        defect = "" if ".dev" in release else silent_defect(numbers(release))  # a build's number says nothing
         alone = f" Without this package's model gpt-oss is answered wrongly there, without an error: it {defect}."
         yield failed(f"{objection}.{alone if defect else ''}", remedy)
+    elif lost := seams.misfits(row, here.package) if here.package(seams.PACKAGE) else ():
+        why = "; ".join(misfit.sentence for misfit in lost)
+        yield warning(f"vllm-ascend {release}: this package leaves repairs of it out, because {why}.", remedy)
     else:
-        yield ok(f"vllm-ascend {release}.")
+        like = f", which has what this package uses of {row.vllm_ascend.recommended}"
+        built = seams.device_type(here.package(seams.PACKAGE))
+        device = f", built for {built}" if built else ""
+        yield ok(f"vllm-ascend {release}{device}{'' if row.vllm_ascend.has(release) else like}.")
     yield from _triton_ascend(here)
     wanted, set_to = row.vllm.recommended, here.environ.get("VLLM_VERSION", "")
     told = set_to or own_version(here.package("vllm")) or wanted

@@ -7,7 +7,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npu_gptoss import cann, envs
@@ -45,13 +46,29 @@ def installed() -> str | None:
     return releases.installed("vllm-ascend", "vllm_ascend")
 
 
-def version_objection(release: str | None, row: releases.Release | None = None) -> Refusal | None:
-    """Returns the refusal of a vllm-ascend that is not supported; None if it is."""
-    window = (row or releases.ascend_release()).vllm_ascend
-    if window.has(release):
-        return None
+def version_objection(
+    release: str | None,
+    row: releases.Release | None = None,
+    folder: Callable[[str], Path | None] = releases.package_folder,
+) -> Refusal | None:
+    """Returns the refusal of a vllm-ascend that lacks what this package touches; None if it has that.
+
+    Without the files (`folder` as `releases.package_folder`) the name decides.
+    """
+    from npu_gptoss.serving.releases import seams
+
+    row = row or releases.ascend_release()
+    window = row.vllm_ascend
     served = " to ".join(dict.fromkeys((window.releases[0], window.releases[-1])))
     why = f"gpt-oss is served on vllm-ascend {served}"
+    if folder(seams.PACKAGE) is not None:
+        wrong = [misfit.sentence for misfit in seams.misfits(row, folder) if misfit.needed]
+        why += f" and builds that share what this package touches; here {'; '.join(wrong[:3])}"
+        why += f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    else:
+        wrong = [] if window.has(release) else [why]
+    if not wrong:
+        return None
     return Refusal("vllm-ascend", release or "without a version", why, f"install vllm-ascend {window.recommended}")
 
 

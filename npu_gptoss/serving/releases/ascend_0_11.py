@@ -18,7 +18,25 @@ STAYED: dict[str, str] = {
     "vllm_ascend.utils": "weak_ref_tensors",
 }
 MODULES = STAYED | {"vllm_ascend.ops.moe.token_dispatcher": "TokenDispatcherWithAllGather"}
-
+# What else is used of it (`seams`): "module:name" with the parameters that calls give it, and code that is relied on
+_ATTENTION, _GRAPHS = "vllm_ascend.attention.attention_v1", "vllm_ascend.compilation.acl_graph"
+_DISPATCHER = "vllm_ascend.ops.moe.token_dispatcher:TokenDispatcherWithAllGather"
+STAYED_SEAMS = {
+    f"{_ATTENTION}:AscendAttentionBackend.get_impl_cls": "",
+    f"{_ATTENTION}:AscendAttentionBackend.get_builder_cls": "",
+    f"{_ATTENTION}:AscendAttentionMetadataBuilder": "kv_cache_spec layer_names vllm_config device",
+    f"{_ATTENTION}:AscendAttentionBackendImpl.forward": "layer query key value kv_cache attn_metadata output",
+    f"{_ATTENTION}:AscendAttentionState.DecodeOnly": "",
+    f"{_GRAPHS}:ACLGraphWrapper": "",
+    f"{_GRAPHS}:GraphParams": "events handles attn_params",
+}
+SEAMS = STAYED_SEAMS | {
+    f"{_ATTENTION}:unified_ascend_attention_with_output": "query key value output layer_name",
+    f"{_DISPATCHER}.token_dispatch": "hidden_states topk_weights topk_ids expert_map mc2_mask",
+    f"{_DISPATCHER}.token_combine": "hidden_states",
+    "vllm_ascend.utils:update_aclgraph_sizes": "vllm_config",
+}
+SOURCES: dict[str, str] = {}
 
 # Arguments that vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value for "not used".
 UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {

@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.releases.ascend_0_11 import STAYED
+from npu_gptoss.serving.releases.ascend_0_11 import STAYED, STAYED_SEAMS
 
 if TYPE_CHECKING:
     import torch
 
 # Names that serving imports from vllm-ascend, by module.
 MODULES = STAYED | {"vllm_ascend.ops.fused_moe.token_dispatcher": "TokenDispatcherWithAllGather"}
-
+_EXPERTS = "vllm_ascend.ops.fused_moe"
+SEAMS = STAYED_SEAMS | {
+    f"{_EXPERTS}.token_dispatcher:TokenDispatcherWithAllGather.token_dispatch": "token_dispatch_input",
+    f"{_EXPERTS}.token_dispatcher:TokenDispatcherWithAllGather.token_combine": "hidden_states combine_metadata",
+    f"{_EXPERTS}.moe_runtime_args:build_fused_experts_input": (
+        "hidden_states topk_weights topk_ids w1 w2 quant_type dynamic_eplb expert_map mc2_mask"
+    ),
+    f"{_EXPERTS}.moe_runtime_args:build_token_dispatch_input": "fused_experts_input",
+    f"{_EXPERTS}.moe_comm_method:FusedExpertsResult": "routed_out",
+    "vllm_ascend.quantization.quant_type:QuantType.NONE": "",
+    "vllm_ascend.ascend_forward_context:_EXTRA_CTX": "",
+    "vllm_ascend.ascend_config:get_ascend_config": "",
+}
+# REPLAYS_IN_ORDER
+SOURCES = {"vllm_ascend.compilation.acl_graph:ACLGraphWrapper.__call__": "torch.npu.current_stream().synchronize()"}
 
 # Arguments that vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value for "not used".
 UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {"log2phy": None, "global_redundant_expert_num": 0, "pertoken_scale": None}
