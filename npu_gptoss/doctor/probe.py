@@ -32,7 +32,7 @@ LIMIT = 600  # seconds for everything; it takes a minute
 ALONE_LIMIT = 120  # seconds for a self-test in a process of its own; it takes twenty, mostly for imports
 ON_NPU = ("attention-operator", "graph-updates")
 ALL = ("torch-works", "device", *ON_NPU, "kernels", "checkpoint", *SELF_TESTS, "bandwidth")
-CARDS = ("Ascend910B",)
+CARDS = {"Ascend910B": "A2", "Ascend910_93": "A3"}  # how a device's name begins, and its kind in vllm-ascend
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,21 @@ def _device_finding(platform: str, found: Device) -> Finding:
     what = f"{found.count} × {found.name} with {gib(found.total)} each, {gib(found.free)} free"
     if found.emulated:
         return ok(f"{what}: an emulated Ascend 910B. Its speed says nothing about a real one.")
-    if platform == ASCEND and not found.name.startswith(CARDS):
-        sentence = f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows."
-        return warning(sentence, "Rely on the self-test below, and report its result.")
+    if platform == ASCEND:
+        from npu_gptoss.serving.releases import package_folder, seams
+
+        kind = next((kind for name, kind in CARDS.items() if found.name.startswith(name)), "")
+        built = seams.device_type(package_folder(seams.PACKAGE))
+        if kind and built and kind != built:
+            ends = f"the installed vllm-ascend is built for {built}, and this is {kind}: a server ends at its start"
+            image = "-a3" if kind == "A3" else ""
+            remedy = (
+                f"Use the image `vllm-ascend:v0.23.0{image}`, or build vllm-ascend's source release on this machine."
+            )
+            return failed(f"{what}: {ends}.", remedy)
+        if kind != "A2":
+            sentence = f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows."
+            return warning(sentence, "Rely on the self-test below, and report its result.")
     return ok(f"{what}.")
 
 

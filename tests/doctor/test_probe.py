@@ -15,6 +15,7 @@ from npu_gptoss.doctor import probe
 from npu_gptoss.doctor.findings import Finding, ok
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.errors import Refusal
+from npu_gptoss.serving import releases
 from npu_gptoss.serving.ascend import limits
 from tests.doctor.machines import machine, only, write
 from tests.markdown import ROOT
@@ -91,6 +92,21 @@ def test_cpu_is_reported_with_its_memory():
 )
 def test_another_card_than_the_910b_is_a_warning(device, state, phrase):
     only([probe._device_finding("ascend", device)], state, phrase)
+
+
+@pytest.mark.parametrize(
+    ("card", "built", "state", "phrase"),
+    [
+        ("Ascend910B3", "A2", "ok", ""),
+        ("Ascend910B3", "A3", "failed", "`vllm-ascend:v0.23.0`"),
+        ("Ascend910_9391", "A2", "failed", "`vllm-ascend:v0.23.0-a3`"),
+        ("Ascend910_9391", "A3", "warning", "made for the Ascend 910B"),
+    ],
+)
+def test_a_vllm_ascend_for_another_card_is_named(card, built, state, phrase, monkeypatch, tmp_path):
+    (tmp_path / "_build_info.py").write_text(f"# Auto-generated file\n__device_type__ = '{built}'\n")
+    monkeypatch.setattr(releases, "package_folder", lambda name: tmp_path)
+    only([probe._device_finding("ascend", Device("npu", card, 8, 64 * GIB, 60 * GIB))], state, phrase)
 
 
 @pytest.mark.parametrize(
