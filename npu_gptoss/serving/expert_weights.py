@@ -22,6 +22,7 @@ from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
 from npu_gptoss.moe import expert_format, keeps_format
 from npu_gptoss.moe.operations import experts_call
 from npu_gptoss.moe.packed import rows_of
+from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.releases.vllm import (
     current_platform,
     expert_share,
@@ -82,6 +83,8 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
         raise InputError(sentence, field="--gpu-memory-utilization")
     if config.quantization is not None and stage.is_first_rank and get_tensor_model_parallel_rank() == 0:
         logger.info("%s.", choice.sentence())
+        if choice.packed and (other := limits.other_triton()):
+            logger.warning("%s.", other)
         if choice.packed and envs.get(expert_format.VARIABLE) == "nz":
             logger.warning(
                 "%s=nz: packed experts are expanded in ND; for FRACTAL_NZ set %s=expanded.",

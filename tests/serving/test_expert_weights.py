@@ -19,6 +19,8 @@ from npu_gptoss.model.config import GptOssConfig, published_config
 from npu_gptoss.model.device_memory import GIB, Part, choose, hccl_bytes
 from npu_gptoss.nominal import MEMORY
 from npu_gptoss.serving import expert_weights
+from npu_gptoss.serving.ascend import limits
+from npu_gptoss.serving.releases import ASCEND_RELEASES
 from tests.refused import refused
 
 pytestmark = pytest.mark.serving
@@ -146,3 +148,14 @@ def test_a_cpu_refuses_the_wish_for_packed_experts(decide: Decide, monkeypatch: 
     monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", "packed")
     with refused("NPU_GPTOSS_EXPERT_WEIGHTS"):
         decide(SMALL, total=0, device="cpu")
+
+
+@pytest.mark.parametrize(("release", "warned"), [("3.2.0", True), ("3.2.0rc4", False), (None, False)])
+def test_a_triton_of_another_cann_is_a_warning(release, warned, decide: Decide, monkeypatch) -> None:
+    """3.2.0 passes an option that the compiler of CANN 8.3 does not know."""
+    said: list[str] = []
+    monkeypatch.setattr(limits.releases, "installed", lambda *names: release)
+    monkeypatch.setattr(limits.releases, "ascend_release", lambda: ASCEND_RELEASES[0])
+    monkeypatch.setattr(expert_weights.logger, "warning", lambda form, *given: said.append(form % given))
+    assert decide(LARGE, ranks=2, total=MEMORY["910B3"])
+    assert ["triton-ascend 3.2.0: " in text and "==3.2.0rc4`" in text for text in said] == [True] * warned

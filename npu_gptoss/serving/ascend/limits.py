@@ -114,6 +114,15 @@ def triton_objection() -> Refusal | None:
     return Refusal("triton-ascend", found, why, f"run {triton_remedy(row)}")
 
 
+def other_triton() -> Refusal | None:
+    """Returns the reason against packed experts by the installed Triton-Ascend: it is made for another CANN."""
+    row, found = releases.ascend_release(), releases.installed("triton-ascend")
+    if found is None or row.triton_ascend.has(found):
+        return None
+    why = f"it is not made for CANN {row.cann.recommended}, whose compiler may refuse the kernel of packed experts"
+    return Refusal("triton-ascend", found, why, f"run {triton_remedy(row)}")
+
+
 def triton_remedy(row: releases.Release, python: tuple[int, ...] = sys.version_info[:2]) -> str:
     wanted = row.triton_ascend
     if python >= (3, 12):  # 3.2.0 has no wheel for it
