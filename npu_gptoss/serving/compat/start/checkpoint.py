@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+from npu_gptoss.serving.compat.start.small_files import spell_overrides
 from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name
     "vllm.engine.arg_utils:EngineArgs.__post_init__ .create_engine_config",
     releases="0.11 0.23 0.33",
     until="vLLM checks a checkpoint before it starts an engine, and asks plugins which model to use",
+    essential=True,  # a rope section of --hf-overrides would lose rope_theta
 )
 def install_check(module: ModuleType) -> None:
     """A checkpoint that cannot be served hangs vLLM, or a forked engine refuses it after a minute, under tracebacks;
@@ -59,6 +61,7 @@ def install_check(module: ModuleType) -> None:
                 check(self)
                 if current_platform.device_type == "cpu":  # steps end before they return: nothing to overlap
                     self.async_scheduling = False
+            spell_overrides(self)
             made = original(self, *args, **options)
             check_tokenizer_of_hub(made.model_config)
             if ours:

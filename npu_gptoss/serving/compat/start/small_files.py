@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
 ALL = "0.11 0.23 0.33"
-CONFIG, ARGUMENTS = "transformers.configuration_utils:PretrainedConfig", "vllm.engine.arg_utils:EngineArgs"
+CONFIG = "transformers.configuration_utils:PretrainedConfig"
 SPELLED = "vLLM reads null sections, `torch.bfloat16` and FSDP's class in config.json"
-KEPT = "vLLM keeps rope_theta where --hf-overrides replaces a rope section"
 
 
 @repair("config-spellings", f"{CONFIG}.get_config_dict", releases=ALL, until=SPELLED)
@@ -36,24 +38,21 @@ def install_config(module: ModuleType) -> None:
         return values, rest
 
 
-@repair("rope-overrides", f"{ARGUMENTS}.create_model_config", releases=ALL, until=KEPT, essential=True)
-def install_overrides(module: ModuleType) -> None:
-    """`--hf-overrides` of a rope section loses the rope_theta of config.json, or is lost beside a section of another
-    spelling."""
+def spell_overrides(options: EngineArgs) -> None:
+    """Completes a rope section of `--hf-overrides` by the fields that config.json has, in this transformers' spelling.
 
-    @around(module.EngineArgs, "create_model_config")
-    def create_model_config(original: Original, self: Any) -> Any:
-        from transformers import PretrainedConfig
+    vLLM replaces the section of its own spelling whole: rope_theta, or the override itself, would be lost.
+    """
+    from transformers import PretrainedConfig
 
-        from npu_gptoss.model.config_fields import MODEL_TYPE, ROPE_FIELDS, overridden
+    from npu_gptoss.model.config_fields import MODEL_TYPE, ROPE_FIELDS, overridden
 
-        asked = self.hf_overrides
-        if isinstance(asked, dict) and asked.keys() & set(ROPE_FIELDS):
-            values, _ = PretrainedConfig.get_config_dict(self.hf_config_path or self.model, revision=self.revision)
-            if values.get("model_type") == MODEL_TYPE:
-                rope = _rope_spelled({name: v for name, v in overridden(values, asked).items() if name in ROPE_FIELDS})
-                self.hf_overrides = {name: value for name, value in asked.items() if name not in ROPE_FIELDS} | rope
-        return original(self)
+    asked = options.hf_overrides
+    if isinstance(asked, dict) and asked.keys() & set(ROPE_FIELDS):
+        values, _ = PretrainedConfig.get_config_dict(options.hf_config_path or options.model, revision=options.revision)
+        if values.get("model_type") == MODEL_TYPE:
+            rope = _rope_spelled({name: v for name, v in overridden(values, asked).items() if name in ROPE_FIELDS})
+            options.hf_overrides = {name: value for name, value in asked.items() if name not in ROPE_FIELDS} | rope
 
 
 def _rope_spelled(values: dict[str, Any]) -> dict[str, Any]:
