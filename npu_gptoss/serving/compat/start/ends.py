@@ -32,8 +32,8 @@ from npu_gptoss.errors import InputError, short
 FILE = "_GPTOSS_TRACEBACKS"  # names the file to the server's other processes; made by the first that fails
 _HEAD = "# "
 _LONGEST = 600  # characters of a foreign reason
-# Records of a failed start that carry its error: an engine's or a worker's, and their parent's
-_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.utils")
+# Records of a failed start that carry its error: an engine's (vllm-ascend 0.23 has its own), a worker's, their parent's
+_LOGGERS = ("vllm.v1.engine.core", "vllm.logger", "vllm.v1.executor.multiproc_executor", "vllm.v1.utils")
 _RECORDS = ("failed to start", "while running API servers")
 
 # What a foreign error's text contains, and what to do about it. The first that fits is told.
