@@ -48,4 +48,4 @@ def test_the_tests_of_a_gpu_are_collected_with_vllm_0_33() -> None:
     """`make test-cuda` ended before its first test: it could not import other releases' files, nor the emulator."""
     found = run(PYTHON, "--collect-only", "-m", "cuda")
     assert found.returncode == 0, found.stdout[-3000:]
-    assert int(re.search(r"(\d+)/\d+ tests collected", found.stdout)[1]) > 600
+    assert int(re.search(r"(\d+)/\d+ tests collected", found.stdout)[1]) > 400
