@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ class Job:
         spec = self.specs[name]
         return math.prod(spec.shape) * spec.dtypes[0].itemsize
 
+    @cached_property
     def fingerprint(self) -> str:
+        """Of the command and its inputs as they were when it began."""
         files = [*self.source.files, self.source.directory / CONFIG_NAME]
         for adapter in self.adapters:
             files += [*adapter.files, adapter.directory / ADAPTER_CONFIG]
@@ -225,7 +228,7 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _note(job: Job, done: Mapping[str, Any]) -> None:
-    write_atomically(job.staging / PROGRESS, json.dumps({"fingerprint": job.fingerprint(), "shards": done}).encode())
+    write_atomically(job.staging / PROGRESS, json.dumps({"fingerprint": job.fingerprint, "shards": done}).encode())
 
 
 def _resumed(job: Job) -> dict[str, Any]:
@@ -235,7 +238,7 @@ def _resumed(job: Job) -> dict[str, Any]:
             path.unlink()
     try:
         noted = json.loads((job.staging / PROGRESS).read_bytes())
-        if noted["fingerprint"] == job.fingerprint():
+        if noted["fingerprint"] == job.fingerprint:
             return {file: changes for file, changes in noted["shards"].items() if (job.staging / file).is_file()}
     except (OSError, ValueError, KeyError):
         pass

@@ -125,7 +125,7 @@ def test_toolkit_version_is_read_from_version_cfg_too(tmp_path):
     only(cann.toolkit(here), "failed", "8.3.RC1.alpha003")
 
 
-def test_toolkit_that_is_missing_or_that_the_shell_does_not_know_is_a_failure(tmp_path):
+def test_toolkit_that_is_missing_or_unknown_to_the_shell_is_a_failure(tmp_path):
     only(cann.toolkit(ascend(tmp_path)), "failed", "No CANN toolkit", "Install CANN 8.3.RC2")
     here = ascend(tmp_path, ASCEND_HOME_PATH=str(tmp_path / "gone"))
     only(cann.toolkit(here), "failed", "ASCEND_HOME_PATH names", "gone", "set_env.sh")
