@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from npu_gptoss.doctor import cann, checks, plugins, stack
+from npu_gptoss.doctor import checks
 from npu_gptoss.doctor.findings import FAILED, WARNING, exit_code, guarded, in_words
 from npu_gptoss.doctor.machine import Machine
-
-CHEAP = {
-    "python": stack.python,
-    "torch": stack.torch,
-    "torch-npu": stack.torch_npu,
-    "vllm": stack.vllm,
-    "vllm-ascend": stack.vllm_ascend,
-    "cann": cann.toolkit,
-    "nnal": cann.nnal,
-    "driver": cann.driver,
-    "device-files": cann.device_files,
-    "plugin": plugins.discovered,
-    "platform-plugin": plugins.platforms,
-}
+from npu_gptoss.doctor.quick import QUICK
 
 
 def main(here: Machine | None = None) -> int:
     here = here or Machine()
-    findings = [finding for check, function in CHEAP.items() for finding in guarded(check, function, here)]
+    findings = [finding for check, function in QUICK.items() for finding in guarded(check, function, here)]
     wrong = [finding for finding in findings if finding.state in (WARNING, FAILED)]
     if wrong:
         print(in_words(findings, checks.GROUPS, brief=True), file=sys.stderr)

@@ -14,9 +14,10 @@ from itertools import groupby
 from pathlib import Path
 
 from npu_gptoss import __version__
-from npu_gptoss.doctor import cann, checks, exposure, memory, plugins, probe, record, stack, vocabulary
+from npu_gptoss.doctor import checks, exposure, memory, plugins, probe, record, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, Words, as_json, exit_code, guarded
 from npu_gptoss.doctor.machine import GIB, Device, Machine
+from npu_gptoss.doctor.quick import QUICK
 from npu_gptoss.model.device_memory import AUTO, VARIABLE, buffsize
 from npu_gptoss.nominal import MEMORY
 
@@ -61,20 +62,9 @@ def diagnose(here: Machine, args: argparse.Namespace) -> Iterator[Finding]:
         where = (device, args.card_memory, buffsize(here.environ), here.version("triton-ascend") is not None)
         return memory.memory(model, args.max_model_len, ranks, *where, here.environ.get(VARIABLE) or AUTO)
 
-    functions = {
+    functions = {name: partial(check, here) for name, check in QUICK.items()} | {
         "machine": partial(stack.machine, here),
-        "python": partial(stack.python, here),
-        "torch": partial(stack.torch, here),
-        "torch-npu": partial(stack.torch_npu, here),
-        "vllm": partial(stack.vllm, here),
-        "vllm-ascend": partial(stack.vllm_ascend, here),
-        "cann": partial(cann.toolkit, here),
-        "nnal": partial(cann.nnal, here),
-        "driver": partial(cann.driver, here),
-        "device-files": partial(cann.device_files, here),
-        "plugin": partial(plugins.discovered, here),
         "plugin-order": partial(plugins.order, here),
-        "platform-plugin": partial(plugins.platforms, here),
         "registration": partial(plugins.registration, here),
         "variables": partial(exposure.variables, here),
         "exposure": partial(exposure.exposure, here),

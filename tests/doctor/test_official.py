@@ -15,9 +15,10 @@ from ascend_emulator.launch import Machine as Emulated
 
 from emulator.tests.machine import venv
 from npu_gptoss import plugin
-from npu_gptoss.doctor import cann, memory, stack
+from npu_gptoss.doctor import memory
 from npu_gptoss.doctor.findings import guarded
 from npu_gptoss.doctor.machine import Machine
+from npu_gptoss.doctor.quick import QUICK
 from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.releases import ASCEND_RELEASES, own_version, seams
 from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, ascend, write
@@ -136,17 +137,8 @@ MACHINES = (
         )
     ),
 )
-CHECKS = {
-    "python": stack.python,
-    "torch": stack.torch,
-    "torch-npu": stack.torch_npu,
-    "vllm": stack.vllm,
-    "vllm-ascend": stack.vllm_ascend,
-    "cann": cann.toolkit,
-    "nnal": cann.nnal,
-    "driver": cann.driver,
-    "graphs": lambda here: memory.graphs(here, None, 1, 16),
-}
+VERSIONS = ("python", "torch", "torch-npu", "vllm", "vllm-ascend", "cann", "nnal", "driver")
+CHECKS = {name: QUICK[name] for name in VERSIONS} | {"graphs": lambda here: memory.graphs(here, None, 1, 16)}
 
 
 def made(given: Given, root: Path) -> Machine:
