@@ -1,7 +1,6 @@
 """Prefill, and prefill with decode, on one offline engine.
 
-Prefill is the time to the first token: one prompt, nothing else under way, an empty cache. `bench sweep` runs both for
-each layout.
+Prefill is the time to the first token: one prompt, nothing else under way, an empty cache.
 """
 
 from __future__ import annotations
@@ -98,14 +97,9 @@ FILES = tuple(f"{kind.what}.json" for kind in KINDS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_points(parser)
-    session.add_options(parser, "--share-experts")
-
-
-def add_points(parser: argparse.ArgumentParser) -> None:
-    """The options of the points and of the engine, without the layout of the ranks."""
+    points = ("--batch", "--context", "--steps", "--tokens", "--repeats")
     defaults = {"context": [1024, 8192], "tokens": [8192, 32768], "steps": 64}
-    session.engine_arguments(parser, "--batch", "--context", "--steps", "--tokens", "--repeats", "--out", **defaults)
+    session.engine_arguments(parser, *points, "--share-experts", "--out", **defaults)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,7 +91,6 @@ def document(
             for each in ceilings
         },
         "definitions": dict(definitions),
-        "not_measured": {},
         "records": [],
     }
 

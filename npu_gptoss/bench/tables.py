@@ -1,4 +1,4 @@
-"""Prints records of decode, prefill and sweep as Markdown tables of speed and cost by layout.
+"""Prints records of decode and prefill as Markdown tables of speed and cost by layout.
 
 Prefill: seconds and dollars a million input tokens, layouts by lengths. Decode: tokens a second of each user and
 dollars a million output tokens, batches by layouts.
@@ -42,15 +42,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The tables of all files, each under the machine that it was measured on, then layouts that were not measured."""
-    lines: list[str] = []
+    """The tables of all files, under the machine that they were measured on, then layouts that were not measured.
+
+    Files of one machine, day and kind share a table: each layout is measured by itself.
+    """
+    found: dict[str, dict[str, list[Record]]] = {}
     for document in documents:
         versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
         price = document.get("dollars_per_gpu_hour")
         head = f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}"
         head += "." if price is None else f"; a GPU hour at ${price:.2f}."
-        lines += [] if head in lines else [head, ""]
-        lines += tables_of(document["what"], document["records"])
+        found.setdefault(head, {}).setdefault(document["what"], []).extend(document["records"])
+    lines: list[str] = []
+    for head, kinds in found.items():
+        lines += [head, "", *(line for what, rows in kinds.items() for line in tables_of(what, rows))]
     missing = {n: reason for document in documents for n, reason in document.get("not_measured", {}).items()}
     return [*lines, *(line for name, reason in missing.items() for line in (f"{name}: {reason}.", ""))][:-1]
 

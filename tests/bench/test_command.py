@@ -72,6 +72,14 @@ def test_unwritable_place_is_refused_before_measuring(words, tmp_path, monkeypat
         assert f"{place} cannot be written" in capsys.readouterr().err
 
 
+def test_a_folder_with_an_earlier_record_is_refused_and_kept(directory, tmp_path, capsys):
+    """A smaller run would leave some of the earlier numbers in the folder."""
+    (tmp_path / "decode.json").write_text("hours")
+    assert bench("engine", "--model", directory, "--device", "cpu", "--out", tmp_path) == 2
+    assert f"{tmp_path} holds decode.json of an earlier run: name another folder" in capsys.readouterr().err
+    assert (tmp_path / "decode.json").read_text() == "hours"
+
+
 @pytest.mark.parametrize("action", ["decode", "engine"])
 def test_records_before_a_failure_or_ctrl_c_are_in_the_file(action, directory, tmp_path, monkeypatch):
     """Of a long list of points the largest may run out of memory, or be one too many to wait for."""
@@ -197,7 +205,6 @@ def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):
         ("prefill", "--size", "20b", "--max-batch-tokens", -1),
         ("decode", "--size", "20b", "--context", "many"),
         ("engine", "--size", "20b", "--out", "x", "--repeats", 0),
-        ("sweep", "--size", "20b", "--out", "x", "--tokens", "1.5"),
         ("kernel", "--block-size", 0),
         ("kernel", "--samples", 0),
     ],
