@@ -6,6 +6,7 @@ docs/doctor.md has the same table.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,6 +185,23 @@ def test_the_wheel_that_was_read_has_every_seam(release: str) -> None:
     row = next(row for row in ASCEND_RELEASES if row.name == release)
     assert seams.misfits(row, lambda name: installed(release, name)) == ()
     assert own_version(installed(release, "vllm")) == row.vllm.recommended, "its metadata have +empty"
+
+
+def test_only_the_first_process_of_a_server_reads_the_files(tmp_path, monkeypatch) -> None:
+    (row,) = (row for row in ASCEND_RELEASES if row.name == "0.23")
+    monkeypatch.setenv(seams.FITS, "of another installation")
+    for file, fits in (({"utils.py": ("def weak_ref_tensors(", "def other(")}, False), ({}, True)):
+        folder = build("0.23", tmp_path / str(fits), file)
+
+        def place(name: str, folder: Path = folder) -> Path | None:
+            return folder if name == "vllm_ascend" else installed("0.23", name)
+
+        monkeypatch.setattr(seams, "package_folder", place)
+        assert (seams.misfits(row, place) == ()) is fits
+        assert (str(folder) in os.environ[seams.FITS]) is fits
+    seams.misfits.cache_clear()  # as in another process
+    monkeypatch.setattr(seams, "Reader", None)
+    assert seams.misfits(row, place) == ()
 
 
 @pytest.mark.parametrize(
