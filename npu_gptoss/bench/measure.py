@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,22 +150,47 @@ def recording(device: torch.device) -> profile:
 
 
 def kernels_of(recorded: profile, device: torch.device, repeats: int) -> list[dict[str, Any]]:
-    """The name, calls and microseconds of the longest recorded kernels, divided by the number of repeats."""
+    """The name, calls and microseconds of the longest recorded kernels, divided by the number of repeats.
+
+    `critical_us`, of a GPU, is a kernel's share of the whole time: from the latest end of the kernels before it to its
+    own end. Kernels that overlap (programmatic dependent launch) have together more `us` than that.
+    """
     time = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     events = [event for event in recorded.key_averages() if getattr(event, time) > 0]
+    critical: Mapping[str, float] | None = None
     if device.type == "cuda":
         events = [event for event in events if str(event.device_type).endswith("CUDA")]
+        critical = _critical(recorded)
     return [
         {
             "name": event.key[:NAME_LENGTH],
             "calls": round(event.count / repeats, 2),
             "us": round(getattr(event, time) / repeats, 2),
         }
+        | ({} if critical is None else {"critical_us": round(critical[event.key] / repeats, 2)})
         for event in sorted(events, key=lambda event: -getattr(event, time))[:MOST]
     ]
 
 
+def _critical(recorded: profile) -> Mapping[str, float]:
+    """Microseconds of each kernel's name between the latest end before it, or its own start after that, and its end."""
+    spans = [
+        (event.time_range.start, event.time_range.end, event.key)
+        for event in recorded.events()
+        if str(event.device_type).endswith("CUDA")
+    ]
+    shares, latest = Counter[str](), 0.0
+    for start, end, name in sorted(spans):
+        shares[name] += max(end - max(start, latest), 0.0)
+        latest = max(latest, end)
+    return shares
+
+
 def profile_table(kernels: Sequence[dict[str, Any]]) -> str:
     """Microseconds, calls and name of each kernel, for --profile."""
-    lines = [f"{'us':>10} {'calls':>7}  kernel"]
-    return "\n".join([*lines, *(f"{each['us']:10.1f} {each['calls']:7.1f}  {each['name']}" for each in kernels)])
+    lines = [f"{'us':>10} {'critical':>10} {'calls':>7}  kernel"]
+    rows = (
+        f"{each['us']:10.1f} {each.get('critical_us', each['us']):10.1f} {each['calls']:7.1f}  {each['name']}"
+        for each in kernels
+    )
+    return "\n".join([*lines, *rows])

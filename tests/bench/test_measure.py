@@ -64,10 +64,17 @@ def test_kernels_of_a_call_are_the_devices_own_and_a_mean(monkeypatch):
         return SimpleNamespace(key=name, device_type=f"DeviceType.{device}", count=count, self_device_time_total=us)
 
     events = [event("short", "CUDA", 3, 6.0), event("aten::mul", "CPU", 3, 99.0), event("x" * 200, "CUDA", 6, 60.0)]
-    recorded = nullcontext(SimpleNamespace(key_averages=lambda: [*events, event("empty", "CUDA", 3, 0.0)]))
+    # "short" begins before the long one has ended: of its 2 us 0.5 are left
+    whole = [(0.0, 60.0, "x" * 200, "CUDA"), (58.5, 60.5, "short", "CUDA"), (0.0, 99.0, "aten::mul", "CPU")]
+    spans = [
+        SimpleNamespace(key=name, device_type=f"DeviceType.{kind}", time_range=SimpleNamespace(start=start, end=end))
+        for start, end, name, kind in whole
+    ]
+    averages = [*events, event("empty", "CUDA", 3, 0.0)]
+    recorded = nullcontext(SimpleNamespace(key_averages=lambda: averages, events=lambda: spans))
     monkeypatch.setattr(module, "profile", lambda **_: recorded)
     monkeypatch.setattr(module, "synchronize", lambda device: None)
     assert module.device_kernels(lambda: None, torch.device("cuda")) == [
-        {"name": "x" * module.NAME_LENGTH, "calls": 2.0, "us": 20.0},
-        {"name": "short", "calls": 1.0, "us": 2.0},
+        {"name": "x" * module.NAME_LENGTH, "calls": 2.0, "us": 20.0, "critical_us": 20.0},
+        {"name": "short", "calls": 1.0, "us": 2.0, "critical_us": 0.17},
     ]
