@@ -14,7 +14,7 @@ from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import layer_tensors, split_layer
-from npu_gptoss.model.weights import AttentionWeights, Layer, ModelWeights, MoEWeights
+from npu_gptoss.model.weights import OFFICIAL, AttentionWeights, Layer, ModelWeights, MoEWeights
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, keeps_format, prepare_experts, quantize_fp8
 
 # What `weights` may be: the experts' format on the device. auto: the checkpoint's where a kernel computes with it.
@@ -80,32 +80,25 @@ def _build_layer(
 ) -> Layer:
     """Consumes all of one layer's tensors (`layout.layer_tensors`)."""
 
-    def fused(kind: str) -> torch.Tensor:
-        return torch.cat([parts.pop(f"self_attn.{projection}_proj.{kind}") for projection in "qkv"])
+    def taken(part: str) -> dict[str, torch.Tensor]:
+        pieces = {field: [parts.pop(name) for name in names] for field, names in OFFICIAL[part].items()}
+        whole = {field: given[0] if len(given) == 1 else torch.cat(given) for field, given in pieces.items()}
+        return whole | {"norm": whole["norm"].float()}
 
-    attention = AttentionWeights(
-        norm=parts.pop("input_layernorm.weight").float(),
-        qkv_weight=fused("weight"),
-        qkv_bias=fused("bias"),
-        output_weight=parts.pop("self_attn.o_proj.weight"),
-        output_bias=parts.pop("self_attn.o_proj.bias"),
-        sinks=with_slack(parts.pop("self_attn.sinks")),
-        window=config.window(index),
-    )
+    attention = taken("attention")
+    attention["sinks"] = with_slack(attention["sinks"])
     experts = _take_experts(parts, expert_map)
     if fp8:
         experts = quantize_fp8(experts)
     moe = MoEWeights(
-        norm=parts.pop("post_attention_layernorm.weight").float(),
-        router_weight=parts.pop("mlp.router.weight"),
-        router_bias=parts.pop("mlp.router.bias"),
+        **taken("moe"),
         experts=prepare_experts(
             experts, activation="swigluoai", swiglu_limit=config.swiglu_limit, top_k=config.num_experts_per_tok
         ),
     )
     if parts:
         raise AssertionError(f"layer {index}: nothing consumed {', '.join(sorted(parts))}")
-    return Layer(attention, moe)
+    return Layer(AttentionWeights(**attention, window=config.window(index)), moe)
 
 
 def _take_experts(parts: dict[str, torch.Tensor], expert_map: torch.Tensor | None) -> AnyExperts:

@@ -17,6 +17,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import PACKED, Account, split_layer
 from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.model.values import check_finite
+from npu_gptoss.model.weights import OFFICIAL
 from npu_gptoss.moe import (
     AnyExperts,
     ExpertWeights,
@@ -126,16 +127,8 @@ def _places(model: GptOss) -> Iterator[tuple[str, torch.Tensor]]:
     yield "lm_head.weight", weights.lm_head
     rows = [heads * config.head_dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
     for index, layer in enumerate(weights.layers):
-        attention, moe = layer.attention, layer.moe
-        parts = {
-            "input_layernorm.weight": attention.norm,
-            "self_attn.o_proj.weight": attention.output_weight,
-            "self_attn.o_proj.bias": attention.output_bias,
-            "self_attn.sinks": attention.sinks,
-            "post_attention_layernorm.weight": moe.norm,
-            "mlp.router.weight": moe.router_weight,
-            "mlp.router.bias": moe.router_bias,
-        }
-        for kind, whole in (("weight", attention.qkv_weight), ("bias", attention.qkv_bias)):
-            parts |= {f"self_attn.{x}_proj.{kind}": part for x, part in zip("qkv", whole.split(rows), strict=True)}
-        yield from ((f"model.layers.{index}.{suffix}", tensor) for suffix, tensor in parts.items())
+        for part, held in OFFICIAL.items():
+            for field, names in held.items():
+                whole = getattr(getattr(layer, part), field)
+                pieces = [whole] if len(names) == 1 else whole.split(rows)
+                yield from ((f"model.layers.{index}.{n}", piece) for n, piece in zip(names, pieces, strict=True))

@@ -39,6 +39,25 @@ class Layer:
     moe: MoEWeights
 
 
+# The official tensors of each field of a layer, without `model.layers.N.`; several are rows of one matrix. The experts
+# have the names of their own dataclasses.
+OFFICIAL = {
+    "attention": {
+        "norm": ("input_layernorm.weight",),
+        "qkv_weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+        "qkv_bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv"),
+        "output_weight": ("self_attn.o_proj.weight",),
+        "output_bias": ("self_attn.o_proj.bias",),
+        "sinks": ("self_attn.sinks",),
+    },
+    "moe": {
+        "norm": ("post_attention_layernorm.weight",),
+        "router_weight": ("mlp.router.weight",),
+        "router_bias": ("mlp.router.bias",),
+    },
+}
+
+
 @dataclass(frozen=True)
 class ModelWeights:
     """Everything that a checkpoint fills."""
