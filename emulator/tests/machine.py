@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from ascend_emulator.launch import EmulationError, Machine, environment, find_venv
 
 FOLDER = Path(__file__).parent / "on_device"
+ROOT = Path(__file__).parents[2]
 
 
 def cases_of(file: str | Path) -> list[str]:
@@ -35,8 +37,9 @@ def venv(machine: Machine | None = None) -> Path:
 def emulate(
     *command: str, machine: Machine | None = None, timeout: float = 300, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python command…` of the emulated environment on the emulated machine."""
+    """Runs `python command…` of the emulated environment on the emulated machine, with this checkout's packages."""
     place = venv(machine)
+    variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'emulator'}", **variables}
     return subprocess.run(
         [str(place / "bin/python"), *command],
         env={**environment(machine or Machine(), place), "OMP_NUM_THREADS": "1", **variables},

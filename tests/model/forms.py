@@ -35,8 +35,8 @@ ANOTHER = "take the checkpoint it was made from"
 class Form:
     """name, by: the page's words for the files and for the tools that write them. make: changes a copy of `base`.
 
-    do: the page's remedy for a form that is refused. field: that the refusal names; by default the folder. base: its
-    numbers are the form's, unless `oracle`: then transformers computes them from the form itself.
+    do: the page's remedy for a form that is refused. field: that the refusal names; by default the folder. tool: named
+    in the refusal. base: its numbers are the form's, unless `oracle`: then transformers computes them from the form.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Form:
     do: str = ""
     base: str = "bf16-single"
     field: str | None = None
+    tool: str = ""
     oracle: bool = False
 
     @property
@@ -346,20 +347,25 @@ FORMS = (
         "unsloth",
         _split_experts("gate_up_projs.{}", "down_projs.{}"),
         CONVERT,
+        tool="unsloth",
     ),
     Form(
         "experts as modules, linear",
         "llm-compressor",
         _split_experts("experts.{}.gate_proj", "experts.{}.down_proj"),
         CONVERT,
+        tool="llm-compressor",
     ),
-    Form("names with `_orig_mod.`", "torch.compile", _renamed(lambda name: f"_orig_mod.{name}"), CONVERT),
+    Form(
+        "names with `_orig_mod.`", "torch.compile", _renamed(lambda name: f"_orig_mod.{name}"), CONVERT, tool="wrapper"
+    ),
     Form("names with `base_model.model.`", "peft", _renamed(lambda name: f"base_model.model.{name}"), CONVERT),
     Form(
         "saved without merging",
         "peft",
         _renamed(lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight")),
         CONVERT,
+        tool="without merging",
     ),
     Form("FP8 with block scales", "DeepSeek-like", _method("fp8", weight_block_size=[128, 128]), CONVERT, field=METHOD),
     Form(
@@ -368,12 +374,14 @@ FORMS = (
         _method("compressed-tensors", format="float-quantized"),
         CONVERT,
         field=METHOD,
+        tool="FP8",
     ),
     Form(
         "an adapter with the base's config.json",
         "axolotl",
         _instead("adapter_config.json", "adapter_model.safetensors"),
         MERGE,
+        tool="an adapter",
     ),
     Form(
         "an adapter",
@@ -389,6 +397,7 @@ FORMS = (
         "transformers 5, peft",
         _renamed(lambda name: name.replace("layers.1.mlp.experts.gate_up_proj", "gate_up_proj$")),
         "merge again: `npu-gptoss convert BASE OUT --lora ADAPTER`",
+        tool="without its experts",
     ),
     # refused
     Form(
@@ -398,17 +407,47 @@ FORMS = (
         "give the folder above, or " + CONVERT,
         field="model_type",
     ),
-    Form("MODEL is `metal/`", "OpenAI", _instead("model.bin"), "take the folder above"),
-    Form("x.gguf", "llama.cpp", _instead("gpt-oss-20b-Q4_K_M.gguf"), "take the safetensors"),
-    Form("W8A8, W4A8", "ModelSlim", _instead("quant_model_weight_w8a8_dynamic.safetensors"), ANOTHER),
+    Form(
+        "names of `original/`",
+        "OpenAI",
+        _renamed(lambda name: name.replace(LAYER + "self_attn.q_proj", "block.0.attn.qkv")),
+        CONVERT,
+        tool="original/",
+    ),
+    Form("MODEL is `metal/`", "OpenAI", _instead("model.bin"), "take the folder above", tool="Metal"),
+    Form("x.gguf", "llama.cpp", _instead("gpt-oss-20b-Q4_K_M.gguf"), "take the safetensors", tool="GGUF"),
+    Form(
+        "W8A8, W4A8",
+        "ModelSlim",
+        _instead("quant_model_weight_w8a8_dynamic.safetensors"),
+        ANOTHER,
+        tool="ModelSlim",
+    ),
+    Form("hf_quant_config.json", "NVIDIA ModelOpt", _instead("hf_quant_config.json"), ANOTHER, tool="ModelOpt"),
+    Form("weights.00.npz", "mlx-lm", _instead("weights.00.npz"), ANOTHER, tool="MLX"),
+    Form(
+        "a training state: x.distcp",
+        "FSDP",
+        _instead("__0_0.distcp"),
+        "export it with the trainer",
+        tool="distributed",
+    ),
+    Form(
+        "flat parameters",
+        "FSDP",
+        _renamed(lambda name: name.replace("self_attn.q_proj.weight", "_flat_param")),
+        "export it with the trainer",
+        tool="distributed",
+    ),
     Form(
         "a file of each rank",
         "vLLM save_sharded_state",
         _instead("model-rank-0-part-0.safetensors"),
         "save it with transformers",
+        tool="save_sharded_state",
     ),
-    Form("ONNX", "optimum", _instead("model.onnx"), ANOTHER),
-    Form("OpenVINO", "optimum", _instead("openvino_model.bin"), ANOTHER),
+    Form("ONNX", "optimum", _instead("model.onnx"), ANOTHER, tool="ONNX"),
+    Form("OpenVINO", "optimum", _instead("openvino_model.bin"), ANOTHER, tool="OpenVINO"),
     Form("a pickle", "old scripts", _instead("pytorch_model.bin"), "convert it where you trust it"),
     Form(
         "shards without their index",
@@ -426,18 +465,18 @@ FORMS = (
         field=INDEX,
     ),
     *(
-        Form(name, by, _method(method, **fields), ANOTHER, field=METHOD)
-        for name, by, method, fields in (
-            ("NVFP4, FP8", "NVIDIA ModelOpt", "modelopt", {}),
-            ("NVFP4", "llm-compressor", "compressed-tensors", {"format": "nvfp4-pack-quantized"}),
-            ("four bits", "llm-compressor", "compressed-tensors", {"format": "pack-quantized"}),
-            ("AWQ", "AutoAWQ", "awq", {}),
-            ("GPTQ", "GPTQModel", "gptq", {}),
-            ("bitsandbytes", "unsloth-bnb-4bit", "bitsandbytes", {}),
-            ("auto-round", "Intel", "auto-round", {}),
-            ("torchao", "PyTorch", "torchao", {}),
-            ("HQQ", "HQQ", "hqq", {}),
-            ("Quark", "AMD", "quark", {}),
+        Form(name, by, _method(method, **fields), ANOTHER, field=METHOD, tool=tool)
+        for name, by, method, fields, tool in (
+            ("NVFP4, FP8", "NVIDIA ModelOpt", "modelopt", {}, "ModelOpt"),
+            ("NVFP4", "llm-compressor", "compressed-tensors", {"format": "nvfp4-pack-quantized"}, "NVFP4"),
+            ("four bits", "llm-compressor", "compressed-tensors", {"format": "pack-quantized"}, "four bits"),
+            ("AWQ", "AutoAWQ", "awq", {}, "AWQ"),
+            ("GPTQ", "GPTQModel", "gptq", {}, "GPTQ"),
+            ("bitsandbytes", "unsloth-bnb-4bit", "bitsandbytes", {}, "bitsandbytes"),
+            ("auto-round", "Intel", "auto-round", {}, "auto-round"),
+            ("torchao", "PyTorch", "torchao", {}, "torchao"),
+            ("HQQ", "HQQ", "hqq", {}, "HQQ"),
+            ("Quark", "AMD", "quark", {}, "Quark"),
         )
     ),
     Form(

@@ -62,6 +62,7 @@ def test_form_is_not_refused_with_a_wrong_remedy(form: Form, bases: Path, tmp_pa
         assert caught.value.field == (form.field or str(folder)), caught.value
         said.append(str(caught.value))
     assert "\n" not in said[0]
+    assert form.tool in said[0]
     commands = {CONVERT: f"npu-gptoss convert {folder} {folder}-converted", MERGE: f"--lora {folder}`"}
     assert all(written in said[0] for command, written in commands.items() if command in form.do)
     assert ("npu-gptoss convert" in said[0]) == ("npu-gptoss convert" in form.do)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +24,13 @@ from npu_gptoss.frontend.request import Defaults
 from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from scripts import serve_here
 from tests.serving.scripted import SAMPLING
+from tests.serving.server import START_LIMIT, free_port
 
 TRAINED = "Zyxglorp"  # a token that training added
 ROOT = Path(__file__).resolve().parents[3]
 NAME, MAX_LEN = "gpt-oss", 8192
-START_LIMIT = 180.0  # seconds
 # options that the front end honours; test_http.py tests their effects
 FLAGS: tuple[str, ...] = ("--enable-log-requests", "--enable-log-outputs")
 FLAGS += ("--return-tokens-as-token-ids", "--enable-force-include-usage", "--response-role", "tutor")
@@ -173,12 +171,6 @@ class Server:
         return self.post("/v1/messages", {"model": NAME, "max_tokens": 500} | fields)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) -> Iterator[Server]:
     """settings: of the server's environment."""
@@ -187,34 +179,20 @@ def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) ->
     command = [str(python), "-m", "tests.serving.scripted", str(model), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--served-model-name", NAME, "--max-model-len", str(MAX_LEN), "--enable-prompt-tokens-details", *flags]
     settings |= {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    settings["PYTHONPATH"] = str(ROOT)
     # the vocabulary has to come from the checkpoint, without the network
     settings |= dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     settings |= {"TIKTOKEN_RS_CACHE_DIR": str(log.parent / "nothing"), "XDG_CACHE_HOME": str(log.parent / "cache")}
     environment = os.environ | variables | settings
     environment.pop(BASE_VARIABLE, None)  # an earlier test of this process may have set it
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    process = serve_here.start(command, environment, log)
     server = Server(release, f"http://127.0.0.1:{port}", model, log)
     try:
-        _wait(server, process, log)
+        serve_here.wait_until_ready(process, server.url, log, timeout=START_LIMIT)
         yield server
         assert process.poll() is None, f"the server ended during the tests:\n{log.read_text()[-3000:]}"
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _wait(server: Server, process: subprocess.Popen, log: Path) -> None:
-    end = time.monotonic() + START_LIMIT
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-3000:]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
-            return
-        time.sleep(0.3)
-    raise AssertionError(f"no answer after {START_LIMIT} s:\n{log.read_text()[-3000:]}")
+        serve_here.stop(process)
 
 
 @pytest.fixture(scope="session")
