@@ -287,9 +287,6 @@ def _ids(value: Any, limits: Limits, name: str) -> None:
 
 ABORT: Fields = {"request_ids": _ids}
 
-# routes that no served model of ours supports; vLLM answers so once it has parsed the request
-OTHER: Fields = QUEUED | {"dimensions": integer(1, INT32), "top_n": integer(-INT32, INT32)}
-
 ROUTES: dict[str, Fields] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
@@ -303,9 +300,6 @@ ROUTES: dict[str, Fields] = {
     "/v1/systemone": QUEUED,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
-    **dict.fromkeys(
-        ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), OTHER
-    ),
 }
 
 INVOCATIONS = "/invocations"  # any kind of request; its fields decide
@@ -319,7 +313,7 @@ def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
     if route == INVOCATIONS:
         if "messages" in body:
             return CHAT | {name: COMPLETION[name] for name in ("prompt", "prompt_embeds") if "prompt" in body}
-        return COMPLETION if "prompt" in body or "prompt_embeds" in body else OTHER
+        return COMPLETION if "prompt" in body or "prompt_embeds" in body else QUEUED
     return ROUTES.get(route.removesuffix("/render"), {})
 
 

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from npu_gptoss.errors import short
+from npu_gptoss.errors import quoted, short
 
 ANTHROPIC = "/v1/messages"  # and the routes below it
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
-_SHOWN.maxlist = _SHOWN.maxdict = 4
-_SHOWN.maxlevel = 3
-
 
 def shown(value: Any) -> str:
     """Formats a value in at most about 200 characters and escapes unprintable ones."""
     if value is True or value is False or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    text = _SHOWN.repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
+    return quoted(value)
 
 
 def escaped(text: str, limit: int = 1000) -> str:

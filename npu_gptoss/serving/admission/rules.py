@@ -27,7 +27,6 @@ class Limits:
     max_logprobs: int  # -1: any number
     prompt_embeds: bool = False
     chat_templates: bool = False  # --trust-request-chat-template
-    media: bool = False  # a model that reads more than text
     elastic: bool = False  # --data-parallel-backend ray
     max_n: int = 128
     max_prompts: int = 1024

@@ -103,7 +103,6 @@ class VllmServer:
                 max_logprobs=model.max_logprobs,
                 prompt_embeds=model.enable_prompt_embeds,
                 chat_templates=self._trusts_templates,
-                media=model.is_multimodal_model,
                 elastic=config.parallel_config.data_parallel_backend == "ray",
                 max_n=envs.get("NPU_GPTOSS_MAX_N"),
                 max_prompts=envs.get("NPU_GPTOSS_MAX_PROMPTS"),
