@@ -26,10 +26,9 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from npu_gptoss.moe.triton import few, launches, many, many_hopper
+from npu_gptoss.moe.triton import few, launches, many
 from npu_gptoss.moe.triton.layout import TiledMatrix
-from npu_gptoss.moe.triton.tuned import POINTS, gluon_tiles, tiles as tiles_of
+from npu_gptoss.moe.triton.tuned import POINTS, tiles as tiles_of
 
 types = {
     "words": "*u16", "bias": "*bf16", "inner": "*bf16", "limit": "fp32", "x": "*bf16", "out": "*bf16",
@@ -37,14 +36,14 @@ types = {
     "counts": "*i32", "slots": "i32", "order": "*i32", "ends": "*i32",
 }
 
-def compiled(name, kernel, warps, scales, constants, language=ASTSource):
+def compiled(name, kernel, warps, scales, constants):
     arguments = {each: kind for each, kind in {**types, "scales": scales}.items() if each in kernel.arg_names}
     constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
     aligned = {
         (at,): [["tt.divisibility", 16]] for at, each in enumerate(kernel.arg_names) if "*" in arguments.get(each, "")
     }
-    source = language(kernel, arguments | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": warps, "launch_pdl": constants.get("PDL", False)}
+    source = ASTSource(kernel, arguments | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    options = {"num_warps": warps, "launch_pdl": True}
     print("==", name)
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
@@ -56,12 +55,6 @@ for form, (path, most) in ((form, point) for form in ("mxfp4", "float8_e4m3fn") 
         sizes = launches._constants(TiledMatrix(None, scales, None, rows, 2880), tiles)
         own = {"FORMAT": form, "SPLITS": tiles.splits, "GATE_UP": name == "gate_up", "ONE": most == 1}
         compiled(f"{form} {path} {most} {name}", kernel, tiles.warps, scales, {**common, **sizes, **own})
-
-for slots, gate_up, rows in ((4096, True, 5760), (32768, False, 2880)):
-    shape = gluon_tiles(slots, 32)
-    sizes = {"HEIGHT": shape.rows, "COLUMNS": shape.columns, "STAGES": shape.stages, "R": rows, "K": 2880, "BE": 32}
-    own = {"COMPUTE_REGISTERS": shape.compute, "FETCH_REGISTERS": shape.fetch, "TOP_K": 4, "GATE_UP": gate_up}
-    compiled(f"mxfp4 many_hopper {slots}", many_hopper.product, 4, "*i32", sizes | own, GluonASTSource)
 """
 
 

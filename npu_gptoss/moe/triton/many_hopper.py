@@ -147,26 +147,6 @@ def opened_stage(
 
 
 @gluon.jit
-def one_step(
-    left, sums, x_tiles, word_tiles, scale_tiles, full, empty, now, half, NUMBER: gl.constexpr, OPERAND: gl.constexpr,
-    HEIGHT: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-):
-    """Adds the opened weights' products to the sums while it opens the next step's weights, which it returns."""
-    stage = now % STAGES
-    sums = warpgroup_mma(left, x_tiles.index(stage).slice(0, WIDTH).permute((1, 0)), sums, is_async=True)
-    after = (now + 1) % STAGES
-    mbarrier.wait(full.index(after), (now + 1) // STAGES & 1)
-    next_left = opened_stage(word_tiles, scale_tiles, after, half, NUMBER, OPERAND, HEIGHT)
-    # This passes at once. It ends a block of instructions, beyond which ptxas does not move the wait below: without
-    # it, half of the weights were opened after that wait.
-    mbarrier.wait(full.index(after), (now + 1) // STAGES & 1)
-    sums, left = warpgroup_mma_wait(0, deps=[sums, left])
-    barrier()
-    mbarrier.arrive(empty.index(stage), count=1)
-    return sums, next_left
-
-
-@gluon.jit
 def one_tile(
     order, topk_weights, bias, out, limit, x_tiles, word_tiles, scale_tiles, full, empty, expert, first, end, block,
     done, GATE_UP: gl.constexpr, R: gl.constexpr, K: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
@@ -180,21 +160,20 @@ def one_tile(
     sums = gl.zeros([HEIGHT, WIDTH], gl.float32, SUMS)
     mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
     left = opened_stage(word_tiles, scale_tiles, done % STAGES, 0, NUMBER, OPERAND, HEIGHT)
-    # by twos: two sets of registers take turns with the opened weights, where one would be copied in every step
-    for pair in range((STEPS - 1) // 2):
-        now = done + pair * 2
-        sums, other = one_step(
-            left, sums, x_tiles, word_tiles, scale_tiles, full, empty, now, 16, NUMBER, OPERAND, HEIGHT, WIDTH, STAGES,
-        )
-        sums, left = one_step(
-            other, sums, x_tiles, word_tiles, scale_tiles, full, empty, now + 1, 0, NUMBER, OPERAND, HEIGHT, WIDTH,
-            STAGES,
-        )
-    if (STEPS - 1) % 2 == 1:
-        sums, left = one_step(
-            left, sums, x_tiles, word_tiles, scale_tiles, full, empty, done + STEPS - 2, 16, NUMBER, OPERAND, HEIGHT,
-            WIDTH, STAGES,
-        )
+    for step in range(STEPS - 1):
+        now = done + step
+        stage = now % STAGES
+        sums = warpgroup_mma(left, x_tiles.index(stage).slice(0, WIDTH).permute((1, 0)), sums, is_async=True)
+        after = (now + 1) % STAGES
+        mbarrier.wait(full.index(after), (now + 1) // STAGES & 1)
+        next_left = opened_stage(word_tiles, scale_tiles, after, (step + 1) % 2 * 16, NUMBER, OPERAND, HEIGHT)
+        # This passes at once. It ends a block of instructions, beyond which ptxas does not move the wait below: without
+        # it, half of the weights were opened after that wait.
+        mbarrier.wait(full.index(after), (now + 1) // STAGES & 1)
+        sums, left = warpgroup_mma_wait(0, deps=[sums, left])
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        left = next_left
     stage = (done + STEPS - 1) % STAGES
     sums = warpgroup_mma(left, x_tiles.index(stage).slice(0, WIDTH).permute((1, 0)), sums, is_async=True)
     sums, left = warpgroup_mma_wait(0, deps=[sums, left])
