@@ -1,4 +1,9 @@
-"""RMS norm, alone and with the residual's addition."""
+"""RMS norm, alone and with the residual's addition.
+
+In bfloat16 the norm with an addition rounds x * rstd before it multiplies by gamma, on every CANN read (ops-nn,
+add_rms_norm.h and add_rms_norm_single_n.h of 8.3, 8.5 and 9.1); the norm alone does not (rms_norm.h, _merge_n.h and
+_single_row.h of ops-nn 19c18706).
+"""
 
 from __future__ import annotations
 
@@ -74,8 +79,6 @@ def add_normalised(
     gamma: torch.Tensor,
     epsilon: float,
     beta: torch.Tensor | None = None,
-    *,
-    rounds_before_gamma: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """npu_add_rms_norm, and vllm-ascend's operator of the same contract with a bias."""
     dtypes = [t.dtype for t in (x1, x2, gamma)]
@@ -100,7 +103,7 @@ def add_normalised(
         x.copy_(x1.float() + x2.float())
         factor = _rstd(x, gamma, epsilon)
         value = x.float() * factor
-        if rounds_before_gamma:
+        if x.dtype == torch.bfloat16:
             value = call.context.rounded(value, x.dtype).float()
         value = value * gamma.float()
         y.copy_(value if beta is None else value + beta.float())

@@ -33,7 +33,7 @@ def add_rms_norm_bias(
         f"beta should be as gamma, {name_of(gamma.dtype)} {list(gamma.shape)}",
         Layer.PARAMETER,
     )
-    return add_normalised(call, x1, x2, gamma, epsilon, beta, rounds_before_gamma=x1.dtype == torch.bfloat16)
+    return add_normalised(call, x1, x2, gamma, epsilon, beta)
 
 
 @kernel(

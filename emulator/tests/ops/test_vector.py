@@ -63,14 +63,16 @@ def test_dynamic_quant_keeps_half_a_step():
     assert ((out * scale[:, None] - x).abs() <= scale[:, None] * 0.51).all()
 
 
-def test_norms_match_the_formula_and_the_sum_is_rounded_first():
+def test_only_the_norm_with_a_sum_rounds_before_gamma():
     x1, x2, gamma = torch.randn(4, 32).bfloat16(), torch.randn(4, 32).bfloat16(), torch.randn(32).bfloat16()
     y, rstd, x = OPS["npu::npu_add_rms_norm"](x1, x2, gamma, 1e-5)
     assert torch.equal(x, x1 + x2)
     want = torch.nn.functional.rms_norm(x.float(), (32,), gamma.float(), 1e-5)
     assert_close(y, want)
+    assert torch.equal(y, ((x.float() * rstd).bfloat16().float() * gamma.float()).bfloat16())
     again, again_rstd = OPS["npu::npu_rms_norm"](x, gamma.float(), 1e-5)
-    assert torch.equal(again, y)
+    assert torch.equal(again, (x.float() * rstd * gamma.float()).bfloat16())
+    assert not torch.equal(again, y)
     assert torch.equal(again_rstd, rstd)
     assert rstd.shape == (4, 1)
 
