@@ -1,7 +1,7 @@
 """Known defects of CANN that give wrong numbers, computed on demand to show that checks catch them.
 
-Each follows from a published change of CANN's sources; no source says which binaries have it. Off by default;
-`ascend-emulate --defect NAME` switches one on.
+Each follows from a published change of CANN's sources, the last three from reports; no source says which binaries have
+it. Off by default; `ascend-emulate --defect NAME` switches one on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ DEFECTS = {
     "few-rows": "torch's matmul of fewer than 64 rows loses its last 16 columns (ops-nn e3f831f65, betas of CANN 9.1)",
     "stale-counts": "npu_moe_init_routing_v2 for a part of the experts: as many rows get a place as in the call before "
     "(ops-transformer 87b1db69e)",
+    "first-replay": "the first replay of a graph with updated calls ends in NaN (vllm-ascend's report 15560, of "
+    "unknown cause)",
+    "unset-workspace": "attention in a graph reads its workspace before it writes it: wrong at the first replay",
+    "late-replays": "a replay begins when the host waits for something: other streams overtake it, unless vllm-ascend "
+    "waits before each replay (its PR 14081)",
 }
 
 

@@ -18,6 +18,7 @@ import torch_npu
 from ascend_emulator import binding, calls, context, memory, rules, trace
 from ascend_emulator.binding import CANNOT_UPDATE, CAPTURING, IDLE, UPDATING, library
 from ascend_emulator.calls import Aliases, Call, Operation, Scratch, leaves
+from ascend_emulator.ops import fia_defects
 from ascend_emulator.rules import ContractError
 
 # Operators that op-plugin 7.2.0 (torch_npu 2.7.1) has only as aclop, the form that cannot be captured:
@@ -139,6 +140,9 @@ def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], 
             library.emulator_release(stream)
     if state == CAPTURING:
         check_capturable(operation, stream)
+        if "unset-workspace" in context.current().defects:
+            for scratch in leaves([kwargs.get(name) for name in operation.scratch]):
+                fia_defects.unset(memory.alias(scratch))
     if state == UPDATING:
         return _update(operation, args, kwargs, device, stream)
     with context.use(capturing=state == CAPTURING):
@@ -272,12 +276,14 @@ def _with_owners(value: Any, references: Any) -> Any:
 
 @binding.EXECUTE
 def _execute(number: int, graph: int, stream: int) -> int:
-    """Runs a kept call for the runtime, in the thread that unblocks the stream."""
+    """Runs a kept call for the runtime, in the thread that unblocks the stream. graph: negative loses its results."""
     call = calls.kept(number)
     try:
         if call is None:
             raise RuntimeError(f"call {number} was forgotten")
-        call.run(stream, graph)
+        call.run(stream, abs(graph))
+        if graph < 0:
+            call.lose_results()
     except BaseException as error:  # nothing may escape into C
         name = call.operation.name if call else "?"
         library.emulator_set_error(f"EE9999: {name} failed on the device: {error}".encode())

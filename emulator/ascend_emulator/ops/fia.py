@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ascend_emulator.ops import fia_kernel, fia_workspace
+from ascend_emulator.ops import fia_defects, fia_kernel, fia_workspace
 from ascend_emulator.ops.fia_call import FiaCall, Plan
 from ascend_emulator.ops.fia_contract import check
 from ascend_emulator.ops.table import Arguments, kernel, poison_, poisoned, shape
@@ -130,6 +130,8 @@ def _compute_into(call: Call, fia: FiaCall, workspace: torch.Tensor | None, out:
         fia_kernel.run(call, plan, attention_out, lse)
         if undefined:
             poison_(attention_out)
+        if fia_defects.reads_unset(call.context, workspace):
+            attention_out.fill_(1.0)
     return attention_out, lse
 
 

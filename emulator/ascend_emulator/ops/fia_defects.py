@@ -80,3 +80,25 @@ def spoil_sums(
         left[ROWS_PER_TILE - 7 : ROWS_PER_TILE] = KEYS_PER_TILE
         return sink, left
     return sink, None
+
+
+UNSET, LOOKED_AT = 0xFF, 64  # the poison of unwritten memory; bytes of a workspace
+
+
+def _start(workspace: torch.Tensor) -> torch.Tensor:
+    return workspace.view(-1).view(torch.uint8)[:LOOKED_AT]
+
+
+def unset(workspace: torch.Tensor) -> None:
+    """What a captured call's workspace held is gone before its first replay."""
+    _start(workspace).fill_(UNSET)
+
+
+def reads_unset(context: OpContext, workspace: torch.Tensor | None) -> bool:
+    """True if a call reads a workspace that nothing has written, under the defect; it is written afterwards."""
+    if workspace is None or "unset-workspace" not in context.defects:
+        return False
+    start = _start(workspace)
+    found = bool((start == UNSET).all())
+    start.zero_()
+    return found

@@ -30,7 +30,22 @@ void execute_event(Task &task) {
   }
 }
 
-// One kernel or piece of work, without the mutex. `graph` is 0 outside of a replay.
+// With the defect late-replays a replay begins when a host thread waits for something: other streams overtake it.
+bool held(const Task &task) {
+  static const bool late = has_defect("late-replays");
+  return late && task.kind == Kind::replay && !machine().waiting;
+}
+
+// With the defect first-replay, the first replay of a graph with updated tasks loses the results of its last kernel.
+bool lost(const Graph &graph, size_t position) {
+  static const bool loses = has_defect("first-replay");
+  if (!loses || graph.replays || graph.groups.empty()) return false;
+  for (size_t later = position + 1; later < graph.tasks.size(); later++)
+    if (graph.tasks[later].kind == Kind::kernel) return false;
+  return true;
+}
+
+// One kernel or piece of work, without the mutex.
 int execute(Lock &lock, const Task &task, int graph, int stream) {
   uint64_t call = task.call;
   std::function<int()> work = task.work;
@@ -52,13 +67,14 @@ bool replay(Lock &lock, Stream *stream, Task &task, int &code) {
     } else if (step.kind == Kind::record || step.kind == Kind::reset) {
       execute_event(step);
     } else {
-      code = execute(lock, step, graph.id, stream->id);
+      code = execute(lock, step, lost(graph, task.position) ? -graph.id : graph.id, stream->id);
       if (code) break;
     }
     task.position++;
     machine().steps++;
   }
   graph.executing = false;
+  graph.replays++;
   return true;
 }
 
@@ -119,7 +135,7 @@ int pump(Lock &lock, Stream *mine) {
       while (machine().pending.count(stream) && !stream->running && !stream->queue.empty()) {
         Task &task = stream->queue.front();
         int code = 0;
-        if (task.kind == Kind::wait && !ready(task)) break;
+        if ((task.kind == Kind::wait && !ready(task)) || held(task)) break;
         stream->running = true;
         if (task.kind == Kind::update) {
           lock.unlock();  // Python is told to forget
@@ -151,6 +167,7 @@ int pump(Lock &lock, Stream *mine) {
 
 int drain(Lock &lock, Stream *stream) {
   static const double patience = atof(setting("HANG_SECONDS", "10"));
+  Waiting until_the_end;
   uint64_t seen = machine().steps;
   auto since = std::chrono::steady_clock::now();
   while (stream->running || !stream->queue.empty()) {
@@ -209,6 +226,10 @@ const char *setting(const char *name, const char *otherwise) {
 bool strict() {
   static const bool value = strcmp(setting("STRICT", "1"), "0") != 0;
   return value;
+}
+
+bool has_defect(const char *name) {
+  return ("," + std::string(setting("DEFECTS", "")) + ",").find("," + std::string(name) + ",") != std::string::npos;
 }
 
 static int trace_file() {

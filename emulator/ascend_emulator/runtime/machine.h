@@ -77,6 +77,7 @@ struct Graph {
   std::set<Stream *> streams;
   std::vector<std::unique_ptr<Group>> groups;
   bool executing = false;
+  uint64_t replays = 0;                    // that have ended
 };
 
 struct Capture {
@@ -91,7 +92,7 @@ struct Capture {
   Group *group = nullptr;
 };
 
-typedef int (*execute_hook)(uint64_t call, int graph, int stream);
+typedef int (*execute_hook)(uint64_t call, int graph, int stream);  // graph: 0 outside of a replay; negative: spoil it
 typedef void (*forget_hook)(uint64_t call);
 
 struct Machine {
@@ -102,12 +103,17 @@ struct Machine {
   std::set<Group *> groups;
   std::vector<std::shared_ptr<Capture>> captures;
   uint64_t steps = 0;
+  int waiting = 0;                         // host threads that wait for a stream or an event
   execute_hook execute = nullptr;
   forget_hook forget = nullptr;
 };
 
 Machine &machine();
 typedef std::unique_lock<std::mutex> Lock;
+struct Waiting {  // needs the mutex when it begins and ends
+  Waiting() { machine().waiting++; }
+  ~Waiting() { machine().waiting--; }
+};
 
 // The number of the device of this thread, or -1.
 int current_device();
@@ -128,6 +134,7 @@ uint64_t now();
 void trace(const std::string &fields);               // one JSON line, if tracing
 bool tracing();
 bool strict();
+bool has_defect(const char *name);                   // of defects.py
 const char *setting(const char *name, const char *otherwise);  // ASCEND_EMULATOR_<name>
 
 bool is_device(const void *pointer, size_t bytes);
