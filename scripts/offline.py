@@ -1,6 +1,6 @@
 """One prompt through stock vLLM without a server: `LLM` with the Ascend article's settings, eager or with graphs.
 
-    offline.py --model DIR                      graphs captured PIECEWISE (on a CPU: eager)
+    offline.py --model DIR                      with the stack's graphs (on a CPU: eager)
     offline.py --model DIR --mode eager --profile traces
 
 Prints the model's thought and answer. `--profile DIR` runs the prompt once to warm up and once under vLLM's
@@ -36,9 +36,10 @@ NO_TRACE = (
 )
 
 
-def engine_options(options: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """The keyword arguments of vLLM's `LLM`: the article's."""
-    graphs = {"compilation_config": {"cudagraph_mode": GRAPHS.get(mode), "cudagraph_capture_sizes": CAPTURE_SIZES}}
+def engine_options(options: argparse.Namespace, mode: str | None) -> dict[str, Any]:
+    """The keyword arguments of vLLM's `LLM`: the article's, and the stack's graphs without a mode."""
+    chosen = {"cudagraph_mode": GRAPHS[mode]} if mode in GRAPHS else {}
+    graphs = {"compilation_config": {**chosen, "cudagraph_capture_sizes": CAPTURE_SIZES}}
     return {
         "model": options.model,
         "tensor_parallel_size": options.cards,
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a checkpoint, or a name on the hub")
     parser.add_argument("--on", choices=("npu", "cpu"), default="npu", help="where; the emulated 910B counts as npu")
-    parser.add_argument("--mode", choices=("eager", *GRAPHS), help="default piecewise, on a CPU eager")
+    parser.add_argument("--mode", choices=("eager", *GRAPHS), help="default the stack's, on a CPU eager")
     parser.add_argument("--cards", type=int, default=1, help="tensor parallel size: 4 or 8 for 120b (default 1)")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=512, help="of the reply, reasoning included (default 512)")
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words:
         print(f"offline.py: {words}.", file=sys.stderr)
         return 2
-    settings = engine_options(options, options.mode or ("eager" if options.on == "cpu" else "piecewise"))
+    settings = engine_options(options, options.mode or ("eager" if options.on == "cpu" else None))
     variables = environment(options)
     print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), as_call(settings), flush=True)
     if not options.dry_run:

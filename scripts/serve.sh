@@ -17,7 +17,7 @@ NPU_GPTOSS_EXPERT_WEIGHTS=packed. When the server answers, the script prints a r
                          emulated-9.1 that of `make setup-emulated-9.1`
   --cards N              tensor parallel size: by default 1, and 4 for 120b
   --devices LIST         which NPUs, such as 0,1,2,3 (ASCEND_RT_VISIBLE_DEVICES); by default the first ones
-  --mode MODE            eager, piecewise or full (decode steps as one graph); default piecewise, on a CPU eager
+  --mode MODE            eager, piecewise or full (decode steps as one graph); default the stack's, on a CPU eager
   --capture-sizes LIST   batch sizes for which graphs are captured; default 16,10,4,2,1
   --max-len N            tokens of prompt and answer together; default 16384
   --max-seqs N           requests at a time; default 16
@@ -76,8 +76,8 @@ npu | cpu | emulated) ;;
 emulated-9.1) where=emulated stack=-9.1 ;;
 *) fail "--on wants npu, cpu, emulated or emulated-9.1, got '$where'." ;;
 esac
-[ -n "$mode" ] || case $where in cpu) mode=eager ;; *) mode=piecewise ;; esac
-case $mode in eager | piecewise | full) ;; *) fail "--mode wants eager, piecewise or full, got '$mode'." ;; esac
+[ -n "$mode" ] || case $where in cpu) mode=eager ;; esac
+case $mode in '' | eager | piecewise | full) ;; *) fail "--mode wants eager, piecewise or full, got '$mode'." ;; esac
 [ "$where" != cpu ] || [ "$mode" = eager ] || fail "there are no graphs on a CPU; leave out --mode $mode."
 [ "$port" -le 65535 ] || fail "--port $port is not between 1 and 65535."
 
@@ -131,11 +131,11 @@ done
 [ "$where" = cpu ] || set -- --gpu-memory-utilization "$memory" "$@"
 case $mode in
 eager) set -- --enforce-eager "$@" ;;
-piecewise) graphs=PIECEWISE ;;
-full) graphs=FULL_DECODE_ONLY ;;
+piecewise) graphs='"cudagraph_mode": "PIECEWISE", ' ;;
+full) graphs='"cudagraph_mode": "FULL_DECODE_ONLY", ' ;;
+*) graphs='' ;; # PIECEWISE with CANN 8.3, FULL_DECODE_ONLY with 9.1
 esac
-[ "$mode" = eager ] ||
-    set -- --compilation-config "{\"cudagraph_mode\": \"$graphs\", \"cudagraph_capture_sizes\": [$sizes]}" "$@"
+[ "$mode" = eager ] || set -- --compilation-config "{$graphs\"cudagraph_capture_sizes\": [$sizes]}" "$@"
 # vllm-ascend learns from these three which cores are beside which card
 missing=''
 for tool in npu-smi lspci lscpu; do

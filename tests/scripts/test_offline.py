@@ -17,7 +17,7 @@ HUB = "--model openai/gpt-oss-20b"
 ARTICLE = (
     "LLM(model='openai/gpt-oss-20b', tensor_parallel_size=1, max_model_len=16384, max_num_seqs=16, "
     "max_num_batched_tokens=4096, gpu_memory_utilization=0.95, "
-    "compilation_config={'cudagraph_mode': 'PIECEWISE', 'cudagraph_capture_sizes': [16, 4, 2, 1]})"
+    "compilation_config={'cudagraph_capture_sizes': [16, 4, 2, 1]})"
 )
 
 

@@ -42,7 +42,7 @@ def test_the_defaults_are_the_flags_of_the_ascend_article() -> None:
         assert following(words, flag) == value, flag
     assert words[:3] == ["vllm", "serve", "openai/gpt-oss-20b"]
     assert "--enable-log-requests" in words, "the article's --no-disable-log-requests, as vLLM 0.11.0 calls it"
-    assert graphs(words) == {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [16, 10, 4, 2, 1]}
+    assert graphs(words) == {"cudagraph_capture_sizes": [16, 10, 4, 2, 1]}, "the mode is the stack's"
     assert "--enforce-eager" not in words
     assert "ASCEND_RT_VISIBLE_DEVICES" not in variables
 
@@ -101,6 +101,8 @@ def test_modes_are_vllms_and_flags_of_the_user_come_last() -> None:
     assert eager[-4:] == ["--max-num-seqs", "64", "--seed", "7"]
     _, full = serve(*HUB, "--mode", "full", "--capture-sizes", "8,1")
     assert graphs(full) == {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 1]}
+    _, pieces = serve(*HUB, "--mode", "piecewise")
+    assert graphs(pieces)["cudagraph_mode"] == "PIECEWISE"
 
 
 def programs(folder: Path, *names: str) -> str:

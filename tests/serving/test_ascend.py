@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from npu_gptoss.errors import asked_for
 from npu_gptoss.graphs import buckets
 from npu_gptoss.serving import releases, rotary
 from npu_gptoss.serving.ascend import captured, full_graph, limits, probe, sizes, start_check
+from npu_gptoss.serving.releases import ascend_0_11, ascend_0_23
 from tests.model.published import gpt_oss_20b
 from tests.refused import refused
 
@@ -161,6 +163,26 @@ def test_asynchronous_scheduling_is_refused_with_graphs_only(right_stack, mode):
     assert against(configuration(cudagraph_mode=mode)) == []
     assert against(configuration(async_scheduling=True, cudagraph_mode=mode, enforce_eager=True)) == []
     assert against(configuration(async_scheduling=True, cudagraph_mode=CUDAGraphMode.NONE)) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "asynchronous", "chosen"),
+    [
+        (None, None, "FULL_DECODE_ONLY"),
+        ("PIECEWISE", None, "PIECEWISE"),
+        ("FULL_AND_PIECEWISE", None, "FULL_DECODE_ONLY"),
+        ("FULL_AND_PIECEWISE", True, "FULL_DECODE_ONLY"),
+        ("FULL_AND_PIECEWISE", False, "FULL_AND_PIECEWISE"),
+    ],
+)
+def test_on_0_23_pieces_are_not_replayed_without_order(monkeypatch, caplog, asked, asynchronous, chosen):
+    for name in ("GRAPHS", "WITHOUT_ORDER"):
+        monkeypatch.setattr(ascend_0_11, name, getattr(ascend_0_23, name))
+    config = configuration(async_scheduling=asynchronous, cudagraph_mode=asked and CUDAGraphMode[asked])
+    caplog.set_level(logging.WARNING, logger="vllm.npu_gptoss")
+    limits.choose_graphs(config)
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode[chosen]
+    assert len(caplog.records) == (asked == "FULL_AND_PIECEWISE" != chosen)
 
 
 def test_float32_is_for_diagnosis_only(monkeypatch):

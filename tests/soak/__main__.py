@@ -31,7 +31,7 @@ from tests.serving.server import Server, wait_for
 from tests.soak import report
 from tests.soak.honest import VARIANTS
 from tests.soak.run import PARTED, Findings, Soak
-from tests.soak.server import EMULATED, MODES, ROOT, STACKS, Stack, Watch, key_value_use, start
+from tests.soak.server import DEFAULTS, EMULATED, MODES, ROOT, STACKS, Stack, Watch, key_value_use, start
 
 OUT = ROOT / "outputs/soak"
 DEATH = 20  # seconds in which a dying server ends
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stack", choices=STACKS, default="cpu")
-    parser.add_argument("--mode", choices=tuple(MODES), help="the emulated 910B's graphs (default piecewise)")
+    parser.add_argument("--mode", choices=tuple(MODES), help="the emulated 910B's graphs (default the stack's)")
     parser.add_argument("--policy", choices=("fcfs", "priority"), default="fcfs")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=3600, help="end after that, however many were asked")
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.mode and options.stack not in EMULATED:
         parser.error("--mode is of the emulated 910B")
-    mode = (options.mode or "piecewise") if options.stack in EMULATED else ""
+    mode = options.mode or DEFAULTS.get(options.stack, "")
     stack = Stack(options.stack, mode, options.policy)
     print(
         f"soak: {stack}, {options.requests} requests, at most {options.seconds:.0f} s, seed {options.seed}", flush=True

@@ -26,6 +26,7 @@ from tests.serving.server import START_LIMIT, Server, free_port
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "gpt-oss-tiny"
 MODES = {"piecewise": "PIECEWISE", "full": "FULL_DECODE_ONLY"}
+DEFAULTS = {"emulated": "piecewise", "emulated-9.1": "full"}
 # so small a model loses itself in spaces where a grammar allows any number of them
 COMPACT = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
 EVERY = 1.0  # seconds between two looks at the processes

@@ -161,12 +161,23 @@ def _has_graphs(config: VllmConfig) -> bool:
 
 
 def choose_graphs(config: VllmConfig) -> None:
-    """Sets the release's default if the user chose none."""
-    from npu_gptoss.serving.releases.ascend import GRAPHS
+    """Sets the release's default if the user chose none, and another mode for one whose replays have no order."""
+    from npu_gptoss.serving.releases.ascend import GRAPHS, WITHOUT_ORDER
     from npu_gptoss.serving.releases.vllm import CUDAGraphMode
 
-    if GRAPHS and config.compilation_config.cudagraph_mode is None and _has_graphs(config):
-        config.compilation_config.cudagraph_mode = CUDAGraphMode[GRAPHS]
+    compilation = config.compilation_config
+    if not _has_graphs(config):
+        return
+    if GRAPHS and compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = CUDAGraphMode[GRAPHS]
+    chosen = compilation.cudagraph_mode and compilation.cudagraph_mode.name
+    if chosen in WITHOUT_ORDER and config.scheduler_config.async_scheduling is not False:  # None: vLLM's default, on
+        logger.warning(
+            "%s with asynchronous scheduling becomes FULL_DECODE_ONLY: vllm-ascend does not wait before it replays the "
+            "pieces of a mixed step, which may compute wrong text. --no-async-scheduling keeps it.",
+            chosen,
+        )
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def _kernel_checks(graphs: bool) -> Iterator[tuple[bool, Refusal]]:

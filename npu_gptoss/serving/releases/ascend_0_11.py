@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from npu_gptoss.serving.canary import Watch
 
 # Names that serving imports from vllm-ascend, by module. 0.23.0 has these in the same place.
 STAYED: dict[str, str] = {
@@ -58,6 +61,7 @@ WORKSPACE = 128 << 20
 # It starts the next graph before the last one has ended (fixed in its #4233, #5966): wrong text, or a hang with full
 # graphs. Without asynchronous scheduling the copy of each step's tokens happens to wait long enough.
 REPLAYS_IN_ORDER = False
+WITHOUT_ORDER: tuple[str, ...] = ()  # modes that become FULL_DECODE_ONLY with asynchronous scheduling
 LAUNCHED: tuple[tuple[str, str], ...] = ()
 
 
@@ -144,3 +148,96 @@ def capture_piecewise(config: Any) -> None:
     missing = {"vllm.unified_ascend_attention_with_output", "vllm.mla_forward"} - set(compilation.splitting_ops)
     compilation.splitting_ops.extend(sorted(missing))
     update_aclgraph_sizes(config)
+
+
+def decode_rows(runner: Any) -> int:
+    """Returns the rows of a request in a decode step."""
+    return runner.uniform_decode_query_len
+
+
+def captured(runner: Any) -> dict[str, list[int]]:
+    """Returns the sizes of the captured graphs, by mode."""
+    keys = runner.aclgraph_dispatcher.cudagraph_keys if runner.use_aclgraph else {}
+    most = runner.scheduler_config.max_num_seqs * runner.uniform_decode_query_len
+    found = {mode.name: {each.num_tokens for each in sizes} for mode, sizes in keys.items()}
+    if "FULL" in found:
+        found["FULL"] = {size for size in found["FULL"] if size <= most}
+    return {mode: sorted(sizes) for mode, sizes in found.items() if sizes}
+
+
+@contextlib.contextmanager
+def watching(runner: Any, watch: Watch) -> Iterator[None]:
+    """Lets the canary choose steps without a graph, and see how each step runs and what it gives the vocabulary."""
+    from vllm.config import CUDAGraphMode
+
+    dispatcher, model = runner.aclgraph_dispatcher, runner.get_model()
+    right, logits = dispatcher.dispatch, model.compute_logits
+
+    def dispatch(*given: Any, **options: Any) -> tuple[CUDAGraphMode, Any]:
+        mode, found = (CUDAGraphMode.NONE, None) if watch.eager else right(*given, **options)
+        watch.mode, watch.size = mode.name, found.num_tokens if found else 0
+        return mode, found
+
+    def compute_logits(rows: torch.Tensor) -> torch.Tensor | None:
+        watch.hidden = rows
+        return logits(rows)
+
+    dispatcher.dispatch, model.compute_logits = dispatch, compute_logits
+    try:
+        yield
+    finally:
+        dispatcher.dispatch = right
+        del model.compute_logits
+
+
+def empty_step() -> Any:
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+    return SchedulerOutput(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=CachedRequestData.make_empty(),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+        num_common_prefix_blocks=[],
+        finished_req_ids=set(),
+        free_encoder_mm_hashes=[],
+        structured_output_request_ids={},
+        grammar_bitmask=None,
+    )
+
+
+def last_rows(worker: Any, watch: Watch) -> tuple[list[str], torch.Tensor | None]:
+    """Returns the requests of the step that has just run, and their last rows."""
+    rows, watch.hidden = watch.hidden, None
+    return list(worker.model_runner.input_batch.req_ids), rows
+
+
+def leave_full_graphs(worker: Any) -> None:
+    """Compiles the model again, split at attention, and captures the pieces in the place of whole steps."""
+    from vllm.compilation.wrapper import TorchCompileWrapperWithCustomDispatcher
+    from vllm.config import CUDAGraphMode, set_current_vllm_config
+
+    runner, config = worker.model_runner, worker.vllm_config
+    capture_piecewise(config)
+    runner.model = runner.get_model()  # without the wrapper that holds the graphs
+    forget_calls()
+    config.compilation_config.cache_dir = config.compilation_config.local_cache_dir = ""
+    inner = runner.model.model
+    with set_current_vllm_config(config):
+        TorchCompileWrapperWithCustomDispatcher.__init__(inner, compilation_level=config.compilation_config.level)
+    runner.aclgraph_batch_sizes = sorted(config.compilation_config.cudagraph_capture_sizes)
+    runner.aclgraph_dispatcher = type(runner.aclgraph_dispatcher)(config)
+    runner._dummy_run(max(runner.aclgraph_batch_sizes), aclgraph_runtime_mode=CUDAGraphMode.NONE)
+    runner.capture_model()
+
+
+def forget_calls() -> None:
+    """Drops the attention calls of captured steps."""
+    from vllm_ascend.compilation.acl_graph import get_graph_params
+
+    if params := get_graph_params():
+        for kept in (params.events, params.handles, params.attn_params):
+            for calls in kept.values():
+                calls.clear()

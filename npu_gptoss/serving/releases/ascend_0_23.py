@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.releases.ascend_0_11 import STAYED, STAYED_SEAMS
+from npu_gptoss.serving.releases.ascend_0_11 import STAYED, STAYED_SEAMS, decode_rows, forget_calls  # noqa: F401
+from npu_gptoss.serving.releases.vllm_0_33 import empty_step  # noqa: F401
 
 if TYPE_CHECKING:
     import torch
+
+    from npu_gptoss.serving.canary import Watch
 
 # Names that serving imports from vllm-ascend, by module.
 MODULES = STAYED | {"vllm_ascend.ops.fused_moe.token_dispatcher": "TokenDispatcherWithAllGather"}
@@ -30,9 +34,11 @@ SOURCES = {"vllm_ascend.compilation.acl_graph:ACLGraphWrapper.__call__": "torch.
 
 # Arguments that vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value for "not used".
 UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {"log2phy": None, "global_redundant_expert_num": 0, "pertoken_scale": None}
-GRAPHS = "PIECEWISE"  # the default here; vLLM's is whole decode steps, which no card has confirmed
+# As vllm-ascend's own choice, which has run on hardware with its attention calls; ours have not: see `serving.canary`
+GRAPHS = "FULL_DECODE_ONLY"
 WORKSPACE = None  # CANN 9.1 reports the need of a captured call
-REPLAYS_IN_ORDER = True  # it waits for the stream before each replay
+REPLAYS_IN_ORDER = True  # it waits for the stream before whole steps and in plain PIECEWISE (its PR 14081),
+WITHOUT_ORDER = ("FULL_AND_PIECEWISE",)  # but not before the pieces of this mode's mixed steps
 # Triton kernels (module, name) that every step needs
 LAUNCHED = (("vllm.v1.worker.block_table", "_compute_slot_mapping_kernel"),)
 # vLLM's own operator calls the layer's implementation, once
@@ -127,3 +133,52 @@ def capture_piecewise(config: Any) -> None:
     )
     own = get_ascend_config().ascend_compilation_config
     own.enable_npugraph_ex = own.enable_static_kernel = False
+
+
+def captured(runner: Any) -> dict[str, list[int]]:
+    """Returns the sizes of the captured graphs, by mode."""
+    found = runner.cudagraph_dispatcher.get_capture_descs() if runner.use_aclgraph else ()
+    return {mode.name: sorted({each.num_tokens for each in sizes}) for mode, sizes in found if sizes}
+
+
+@contextlib.contextmanager
+def watching(runner: Any, watch: Watch) -> Iterator[None]:
+    """Lets the canary choose steps without a graph, and see how each step runs."""
+    right = runner._determine_batch_execution_and_padding
+
+    def determine(**asked: Any) -> Any:
+        found = right(**{**asked, "force_eager": watch.eager or asked["force_eager"]})
+        watch.mode, watch.size = found[0].name, found[1].num_tokens
+        return found
+
+    runner._determine_batch_execution_and_padding = determine
+    try:
+        yield
+    finally:
+        runner._determine_batch_execution_and_padding = right
+
+
+def last_rows(worker: Any, watch: Watch) -> tuple[list[str], torch.Tensor | None]:
+    """Returns the requests of the step that has just run, and their last rows; samples nothing."""
+    runner = worker.model_runner
+    state, runner.execute_model_state = runner.execute_model_state, None
+    return list(runner.input_batch.req_ids), state and state.sample_hidden_states
+
+
+def leave_full_graphs(worker: Any) -> None:
+    """Compiles the model again, split at attention, and captures the pieces in the place of whole steps."""
+    import torch
+    from vllm.compilation.wrapper import reset_compile_wrapper
+    from vllm.config import CUDAGraphMode, set_current_vllm_config
+
+    runner, config = worker.model_runner, worker.vllm_config
+    capture_piecewise(config)
+    runner.model = runner.get_model()  # without the wrapper that holds the graphs
+    forget_calls()
+    torch.compiler.reset()
+    with set_current_vllm_config(config):
+        reset_compile_wrapper(runner.model)
+    dispatcher = runner.cudagraph_dispatcher = type(runner.cudagraph_dispatcher)(config)
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE, runner.uniform_decode_query_len)
+    runner._dummy_run(max(config.compilation_config.cudagraph_capture_sizes), cudagraph_runtime_mode=CUDAGraphMode.NONE)
+    runner.capture_model()

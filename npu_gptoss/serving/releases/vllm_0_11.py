@@ -17,11 +17,11 @@ _MODELS = "vllm.model_executor.models"
 
 # Names that serving imports from vLLM, by module. vLLM 0.23.0 has these in the same place.
 STAYED: dict[str, str] = {
-    "vllm": "ModelRegistry",
+    "vllm": "ModelRegistry SamplingParams",
     "vllm.compilation.decorators": "support_torch_compile",
     "vllm.config": "CUDAGraphMode CacheConfig VllmConfig",
     "vllm.distributed": (
-        "get_dp_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "get_dp_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_world_group "
         "tensor_model_parallel_all_gather"
     ),
     "vllm.distributed.utils": "get_pp_indices",
@@ -44,6 +44,7 @@ STAYED: dict[str, str] = {
     "vllm.platforms": "current_platform",
     "vllm.plugins": "load_general_plugins",
     "vllm.sequence": "IntermediateTensors",
+    "vllm.v1.core.sched.output": "NewRequestData",
     "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec",
     "vllm.v1.metrics.loggers": "StatLoggerBase",
 }

@@ -6,19 +6,26 @@ break off at a function without torch.compile. A step's exact lengths are on the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.steps import EAGER, MODES, Step, without_kernels
 
+if TYPE_CHECKING:
+    import torch
+
+    from npu_gptoss.serving.canary import Watch
+
 # Names that serving imports from vLLM, by module.
 MODULES: dict[str, str] = {
-    "vllm": "ModelRegistry",
+    "vllm": "ModelRegistry SamplingParams",
     "vllm.compilation.breakable_cudagraph": "eager_break_during_capture",
     "vllm.config": "CUDAGraphMode VllmConfig",
     "vllm.distributed": (
-        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "get_dp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_world_group "
         "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
     ),
     "vllm.entrypoints.serve.middleware.authenticate": "AuthenticationMiddleware",
@@ -34,6 +41,7 @@ MODULES: dict[str, str] = {
     "vllm.v1.attention.backend": (
         "AttentionBackend AttentionCGSupport AttentionMetadataBuilder CommonAttentionMetadata MultipleOf"
     ),
+    "vllm.v1.core.sched.output": "NewRequestData",
     "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec KVCacheLayout SlidingWindowSpec",
     "vllm.v1.metrics.loggers": "StatLoggerBase",
     "vllm.v1.worker.block_table": "get_block_table_width",
@@ -156,3 +164,62 @@ def step_of(scheduler_stats: Any) -> Step | None:
     if mode not in MODES:  # NONE
         return Step(EAGER, 0, told.num_unpadded_tokens, told.num_paddings, kernels)
     return Step(mode, told.num_padded_tokens, told.num_unpadded_tokens, told.num_paddings, kernels)
+
+
+def decode_rows(runner: Any) -> int:
+    """Returns the rows of a request in a decode step."""
+    return runner.decode_query_len
+
+
+def captured(runner: Any) -> dict[str, list[int]]:
+    """Returns the sizes of the captured graphs, by mode."""
+    manager = getattr(runner, "cudagraph_manager", None)  # of the second runner; the first does not run our model
+    found = manager._capture_descs if manager is not None and manager._graphs_captured else {}
+    return {mode.name: sorted({each.num_tokens for each in sizes}) for mode, sizes in found.items() if sizes}
+
+
+@contextlib.contextmanager
+def watching(runner: Any, watch: Watch) -> Iterator[None]:
+    """Lets the canary choose steps without a graph, and see how each step runs."""
+    manager, right = runner.cudagraph_manager, runner.cudagraph_manager.dispatch
+
+    def dispatch(*given: Any, **options: Any) -> Any:
+        manager._graphs_captured = not watch.eager  # as before the capture
+        try:
+            found = right(*given, **options)
+        finally:
+            manager._graphs_captured = True
+        watch.mode, watch.size = found.cg_mode.name, found.num_tokens
+        return found
+
+    manager.dispatch = dispatch
+    try:
+        yield
+    finally:
+        manager.dispatch = right
+
+
+def empty_step() -> Any:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return SchedulerOutput.make_empty()
+
+
+def last_rows(worker: Any, watch: Watch) -> tuple[list[str], torch.Tensor | None]:
+    """Returns the requests of the step that has just run, and their last rows; then ends the step as vLLM does."""
+    state = worker.model_runner.execute_model_state
+    batch = state.input_batch
+    rows = None if state.hidden_states is None else state.hidden_states[batch.logits_indices]
+    worker.sample_tokens(None)
+    return list(batch.req_ids), rows
+
+
+def leave_full_graphs(worker: Any) -> None:
+    """Drops the graphs of whole steps: decode steps replay the pieces, or run without a graph where there are none."""
+    from vllm.config import CUDAGraphMode
+
+    manager = worker.model_runner.cudagraph_manager
+    manager._capture_descs.pop(CUDAGraphMode.FULL, None)
+    for graphs in manager._candidates.values():
+        graphs[:] = [each for each in graphs if each.cg_mode != CUDAGraphMode.FULL]
+    manager.graphs = {each: graph for each, graph in manager.graphs.items() if each.cg_mode != CUDAGraphMode.FULL}

@@ -110,6 +110,7 @@ def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> C
         variables: dict[str, str] | None = None,
         model: Path = checkpoint,
         spoil: str | None = None,
+        canary: bool = False,
     ) -> tuple[list[Any], str]:
         """The answers of each round, or the text of the error that ended it; and the output."""
         settings = {
@@ -130,6 +131,7 @@ def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> C
             "options": settings,
             "rounds": rounds,
             "spoil": spoil,
+            "canary": canary,
             "machine": emulated,
             "variables": {
                 "XDG_CACHE_HOME": str(tmp_path / "cache"),

@@ -5,9 +5,9 @@ The slow part, importing torch_npu and vLLM and inspecting the model's class for
 fork; no device is touched by then.
 
 A job holds `checkpoint`, `options` (of `LLM`), `rounds` (prompts of one call to `generate` each, how some of them are
-sampled, and a mistake of `spoils.py`), `spoil` (a mistake from the start on), `machine` (changes of the
-emulated machine), `variables` (of the environment), `log`, and `out`, where for each round goes a list of
-`{tokens, logprobs, ended}`, or an error's text.
+sampled, and a mistake of `spoils.py`; or `look`, the canary), `spoil` (a mistake from the start on), `canary` (whether
+it runs at the start), `machine` (changes of the emulated machine), `variables` (of the environment), `log`, and `out`,
+where for each round goes a list of `{tokens, logprobs, ended}`, what the canary found, or an error's text.
 """
 
 from __future__ import annotations
@@ -102,6 +102,17 @@ def count_replays() -> Callable[[], dict[str, int]]:
     return lambda: {"captured": compilation_counter.num_cudagraph_captured, "replayed": replays[0]}
 
 
+def look(engine: Any) -> dict[str, str]:
+    """What the canary of an engine that has served nothing yet finds wrong, by graph mode, or leaves in the cache."""
+    from npu_gptoss.serving import canary
+
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    wrong = canary.look(worker).wrong
+    runner = worker.model_runner
+    left = any(bool(cache[1:].any()) for layer in runner.kv_caches for cache in layer)
+    return wrong | ({"cache": "written"} if left or runner.input_batch.num_reqs else {})
+
+
 def allocated() -> int:
     """Bytes of the device that tensors of this process hold, without the allocator's rounding."""
     import torch
@@ -116,7 +127,12 @@ def serve(job: dict[str, Any]) -> None:
     from npu_gptoss.serving import compat
 
     context.set_default(dataclasses.replace(context.current(), **job["machine"]))
+    os.environ["ASCEND_EMULATOR_DEFECTS"] = ",".join(job["machine"].get("defects", ()))  # for the runtime
     load_general_plugins()
+    if not job["canary"]:  # it takes seconds of each start
+        from npu_gptoss.serving import canary
+
+        canary.run = lambda worker: None
     results, graphs = [], count_replays()
     with spoilt(job["spoil"]):
         engine = start(job["checkpoint"], job["options"])
@@ -129,7 +145,11 @@ def serve(job: dict[str, Any]) -> None:
             try:
                 with spoilt(turn.get("spoil")):
                     results.append(
-                        generate(engine, turn["prompts"], turn["tokens"], job["vocabulary"], turn.get("sampling", {}))
+                        look(engine)
+                        if "look" in turn
+                        else generate(
+                            engine, turn["prompts"], turn["tokens"], job["vocabulary"], turn.get("sampling", {})
+                        )
                     )
             except Exception as error:  # an operator's refusal; the engine is unusable afterwards
                 results.append(f"{type(error).__name__}: {error}")

@@ -26,6 +26,7 @@ SPOILT = (250, 131, 40)  # beyond the window, so that lengths matter
 
 WORKSPACE = {"tnd_max_workspace": True}  # R37 off
 EAGER = {"enforce_eager": True}
+PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 FULL = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
 
 

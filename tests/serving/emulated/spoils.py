@@ -46,6 +46,15 @@ def block_table_rebound(right: Function) -> Function:
     return build
 
 
+def padding_written(right: Function) -> Function:
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, **options: Any) -> Any:
+        common = common_attn_metadata
+        common.slot_mapping[common.num_actual_tokens :] = common.slot_mapping[0]
+        return right(self, common_prefix_len, common, **options)
+
+    return build
+
+
 def query_strided(right: Function) -> Function:
     def strided(query: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -171,6 +180,9 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "replay_dropped": [("torch.npu:NPUGraph", "replay", returning(None))],
     # graphs are captured with a copy of the block table, which is never filled
     "block_table_rebound": [(BUILDER, "build_for_graph_capture", block_table_rebound)],
+    # rows that a graph is padded with write their key over the first request's
+    "padding_written": [(BUILDER, "build", padding_written)],
+    "replays_not_awaited": [("torch.npu:Stream", "synchronize", returning(None))],
     "choice_not_narrowed": [
         (
             "vllm_ascend.sample.sampler:AscendTopKTopPSampler",

@@ -10,6 +10,7 @@ from tests.serving.emulated.rounds import (
     EAGER,
     FULL,
     LENGTHS,
+    PIECEWISE,
     SPOILT,
     THREE_IN_A_BUCKET_OF_FOUR,
     TOKENS,
@@ -28,9 +29,9 @@ FULL_AND_PIECEWISE = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWI
 # options, graphs captured for a size, and graphs replayed by a decode step
 MODES = {
     "eager": (EAGER, 0, 0),
-    "piecewise": ({}, PIECES, PIECES),
-    "full decode graphs": (FULL, 1, 1),
-    "full and piecewise": (FULL_AND_PIECEWISE, PIECES + 1, 1),
+    "piecewise": (PIECEWISE, PIECES, PIECES),
+    "full decode graphs": ({}, 1, 1),
+    "full and piecewise": (FULL_AND_PIECEWISE | {"async_scheduling": False}, PIECES + 1, 1),
 }
 
 

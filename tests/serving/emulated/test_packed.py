@@ -24,6 +24,7 @@ from tests.serving.emulated.rounds import (
     EAGER,
     FULL,
     LENGTHS,
+    PIECEWISE,
     THREE_IN_A_BUCKET_OF_FOUR,
     VOCABULARY,
     WORKSPACE,
@@ -37,7 +38,7 @@ ROUNDS = [turn((300, 7), tokens=4), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, toke
 LAYERS = 2
 BF16 = {"dtype": "bfloat16"}
 EXPANDED, PACKED = {VARIABLE: "expanded"}, {VARIABLE: "packed"}
-MODES: dict[str, dict[str, Any]] = {"eager": EAGER, "piecewise": {}, "full decode graphs": FULL}
+MODES: dict[str, dict[str, Any]] = {"eager": EAGER, "piecewise": PIECEWISE, "full decode graphs": FULL}
 QUICK = ("8.3", "full decode graphs")  # in `make test`
 STOCKS = ("_triton_rope", "_compute_slot_mapping_kernel")  # Triton kernels that stock has from 0.23 on
 Serve = Callable[..., tuple[list[Any], str]]

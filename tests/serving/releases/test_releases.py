@@ -68,7 +68,7 @@ def test_every_release_has_exactly_the_names_that_serving_uses(package):
 
 
 def test_the_release_for_nvidia_has_the_names_that_its_model_uses():
-    shared = [SERVING / name for name in ("limits.py", "metrics.py", "registered.py")]
+    shared = [SERVING / name for name in ("canary.py", "limits.py", "metrics.py", "registered.py")]
     shared += {Path(inspect.getfile(patch.install)) for patch in compat.patches() if "0.33" in patch.releases}
     used = {name for path in shared for module, name in imports(path) if module == f"{releases.__name__}.vllm"}
     model = [path for path in FILES if "cuda" in path.parts]
