@@ -26,7 +26,10 @@ ALLOWED: dict[str, set[str]] = {
     "model": BASE | {"kernels", "attention", "moe", "dense"},
     "tiny": BASE | {"moe", "model", "harmony"},
     "engine": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend"},
-    "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend", "verify"},
+    "serving": BASE
+    | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend"}
+    # of convert the reader of adapters
+    | {"verify", "convert"},
     "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
     "convert": BASE | {"moe", "model", "engine"},
     "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny", "verify"},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,37 @@ def adapter_of(
     if not adapter.deltas and not adapter.replaced:
         raise _wrong(directory, "expected an adapter's tensors, got none", "--lora", "Save it again.")
     return adapter
+
+
+def factors(deltas: Sequence[Delta], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The deltas of one official tensor as A [rank, in] and B [out, rank] in float32, B with the scaling; of experts
+    ([experts, in, out]) as A [experts, rank, in] and B [experts, out, rank].
+
+    The ranks of several deltas add up, within each expert.
+    """
+    experts, inputs, rows = shape if len(shape) == 3 else (1, *shape[::-1])
+    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(experts)]
+    for delta in deltas:
+        a, b = (read_tensor(delta.factors[letter]).float() for letter in "AB")
+        b *= delta.scaling
+        if delta.experts:
+            a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+            for part, pair in zip(parts, zip(*((b.mT, a.mT) if delta.turned else (a, b)), strict=True), strict=True):
+                part.append(pair)
+        elif len(shape) == 3:  # one expert's linear layer, or half of its rows
+            expert = delta.view(torch.arange(experts)[:, None, None].expand(shape))[0, 0]
+            whole = b.new_zeros(rows, b.shape[1])
+            whole[delta.view(torch.arange(rows).expand(shape))[:, 0]] = b
+            parts[expert].append((a, whole))
+        else:
+            parts[0].append((a, b))
+    rank = max(sum(len(a) for a, _ in part) for part in parts)
+    made = torch.zeros(experts, rank, inputs), torch.zeros(experts, rows, rank)
+    for expert, part in enumerate(parts):
+        if part:
+            a, b = torch.cat([a for a, _ in part]), torch.cat([b for _, b in part], 1)
+            made[0][expert, : len(a)], made[1][expert, :, : len(a)] = a, b
+    return made if len(shape) == 3 else (made[0][0], made[1][0])
 
 
 def _fits(

@@ -26,11 +26,9 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torc
     return (weight * wide).to(dtype)
 
 
-def route_live(
-    normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int, live: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits and the MoE family's own routing; rows that are not `live` get weights 0 and ids -1."""
-    weights, ids = route(F.linear(normed, weight, bias), top_k)
+def route_live(logits: torch.Tensor, top_k: int, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The MoE family's own routing; rows that are not `live` get weights 0 and ids -1."""
+    weights, ids = route(logits, top_k)
     if live is not None:
         padding = (live <= 0)[:, None]
         weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
@@ -62,15 +60,28 @@ def qkv(
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch ops, and the attention family's own cache write."""
-    kv_heads, head_dim = key_cache.shape[2:]
     hidden = _add(residual, delta)
     normed = rms_norm(hidden, norm_weight, eps, weight.dtype)
-    packed = F.linear(normed, weight, bias).unflatten(-1, (-1, head_dim))
+    packed = F.linear(normed, weight, bias)
+    return hidden, rope_cache(packed, cos_sin, positions, key_cache, value_cache, metadata)
+
+
+def rope_cache(
+    packed: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: StepMetadata,
+) -> torch.Tensor:
+    """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
+    kv_heads, head_dim = key_cache.shape[2:]
+    packed = packed.unflatten(-1, (-1, head_dim))
     query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
     write_kv_cache(key, value, key_cache, value_cache, metadata)
-    return hidden, query
+    return query
 
 
 @register_kernel(OUTPUT, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)
@@ -96,7 +107,7 @@ def router(
     """Plain torch ops, and the MoE family's own routing."""
     hidden = _add(residual, delta)
     normed = rms_norm(hidden, norm_weight, eps, weight.dtype)
-    return hidden, normed, *route_live(normed, weight, bias, top_k, live)
+    return hidden, normed, *route_live(F.linear(normed, weight, bias), top_k, live)
 
 
 @register_kernel(ADD_NORM, solution="small_ops", signatures=(accepts(hidden=FLOATS),), priority=Priority.PORTABLE)

@@ -237,10 +237,15 @@ class GptOss:
         """Over the ranks, where there are any."""
         return share if self.ranks is None else self.ranks.sum(share)
 
+    def add_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new residual stream, and the normed rows [rows, hidden]."""
+        return dense.add_norm(residual, delta, weight, self.config.rms_norm_eps, self.dtype, kernel=self._add_norm)
+
     def finish(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The normed hidden states [rows, hidden]."""
-        norm = self.norm, self.config.rms_norm_eps, self.dtype
-        return dense.add_norm(residual, delta, *norm, kernel=self._add_norm)[1]
+        return self.add_norm(residual, delta, self.norm)[1]
 
     @torch.inference_mode()
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

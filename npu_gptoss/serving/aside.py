@@ -1,9 +1,9 @@
 """Which model serves gpt-oss: ours, or, for a server that asks for what only vLLM's has, vLLM's own.
 
-vLLM 0.33 serves gpt-oss itself on NVIDIA GPUs, with LoRA adapters, pooling, pipelines and more formats than ours. So
-the process that makes a server's configuration makes it for our model first. If our limits refuse it, the same options
-are tried with vLLM's model; if vLLM takes them, one warning says why our model steps aside. The server's other
-processes read the decision from the environment. The front end stays: it needs token ids and a tokenizer only.
+vLLM 0.33 serves gpt-oss itself on NVIDIA GPUs, with pooling, pipelines and more formats than ours. So the process that
+makes a server's configuration makes it for our model first. If our limits refuse it, the same options are tried with
+vLLM's model; if vLLM takes them, one warning says why our model steps aside. The server's other processes read the
+decision from the environment. The front end stays: it needs token ids and a tokenizer only.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     why = "weights come from safetensors"
     yield load_format not in LOAD_FORMATS, Refusal("--load-format", load_format, why, "use --load-format auto")
     remedy = f"run `npu-gptoss convert {short(model.model)} MERGED --lora ADAPTER` and serve MERGED"
-    wrong = config.lora_config is not None
+    wrong = config.lora_config is not None and device_type != "cuda"
     yield wrong, Refusal("--enable-lora", None, "adapters are not supported", remedy)
     why = "the checkpoint's own format is served, MXFP4 or BF16"
     written = (getattr(model.hf_config, "quantization_config", None) or {}).get("quant_method")

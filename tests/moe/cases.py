@@ -8,11 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from npu_gptoss.kernels.signature import dtype_name
-from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.moe import AnyExperts, ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.moe.activation import swigluoai
+from npu_gptoss.moe.adapters import ExpertAdapters, ExpertPair
 from npu_gptoss.verify.cases import local_share, random_experts
 from tests.tolerances import assert_close
 
-__all__ = ["EXPERTS", "HIDDEN", "INTERMEDIATE", "TOP_K", "Layer", "check", "close", "local_share", "make_layer"]
+__all__ = [
+    "EXPERTS",
+    "HIDDEN",
+    "INTERMEDIATE",
+    "TOP_K",
+    "Layer",
+    "adapted",
+    "check",
+    "close",
+    "local_share",
+    "make_layer",
+]
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
 
@@ -53,3 +66,36 @@ def close(got: torch.Tensor, want: torch.Tensor, share: int = 256) -> None:
 def check(run: Callable[[Layer], torch.Tensor], layer: Layer, weights: ExpertWeights | None = None) -> None:
     """Raises AssertionError when `run(layer)` differs from the reference for the same inputs."""
     close(run(layer), layer.run("reference", weights))
+
+
+def adapted(
+    weights: AnyExperts,
+    adapters: ExpertAdapters,
+    hidden: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    mutation: str = "",
+) -> torch.Tensor:
+    """The definition of experts with adapters, rows of gate_up in the official order: one slot after the other, in
+    fp32. mutation: one of `test_adapters.MUTATIONS`."""
+    floats, out = weights.expand(torch.float32), torch.zeros(hidden.shape, device=hidden.device)
+    count, experts = adapters.gate_up.a.shape[:2]
+    for token, expert in [(token, int(expert)) for token, row in enumerate(topk_ids) for expert in row if expert >= 0]:
+        own = int(adapters.of_token[token])
+        own = count - 1 - own if mutation == "swapped" and own >= 0 else own
+        of = (expert + 1) % experts if mutation == "of another expert" else expert
+
+        def delta(pair: ExpertPair, x: torch.Tensor, own: int = own, of: int = of) -> torch.Tensor:
+            added = pair.b[own, of].float() @ (pair.a[own, of].float() @ x)
+            return added * (own >= 0 and mutation != "no delta")
+
+        x = hidden[token].float()
+        gate_up = x @ floats.gate_up_proj[expert].float() + floats.gate_up_proj_bias[expert].float()
+        if mutation == "behind the activation":
+            inner = swigluoai(gate_up, 7.0) + delta(adapters.gate_up, x)[::2]
+        else:
+            inner = swigluoai(gate_up + delta(adapters.gate_up, x), 7.0)
+        weight = topk_weights[token, topk_ids[token] == expert]
+        down = inner @ floats.down_proj[expert].float() + floats.down_proj_bias[expert].float()
+        out[token] += down * weight + delta(adapters.down, inner) * (1 if mutation == "behind the weight" else weight)
+    return out.to(hidden.dtype)

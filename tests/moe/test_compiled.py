@@ -34,6 +34,7 @@ types = {
     "words": "*u16", "bias": "*bf16", "inner": "*bf16", "limit": "fp32", "x": "*bf16", "out": "*bf16",
     "shares": "*fp32", "topk_weights": "*fp32", "topk_ids": "*i64", "expert_map": "*i32", "lists": "*i32",
     "counts": "*i32", "slots": "i32", "order": "*i32", "ends": "*i32",
+    "adapter": "*i32", "a": "*bf16", "b": "*bf16", "low": "*fp32",
 }
 
 def compiled(name, kernel, warps, scales, constants):
@@ -47,7 +48,9 @@ def compiled(name, kernel, warps, scales, constants):
     print("==", name)
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
+adapted = {"ADAPTERS": 2, "RANK": 64, "SHARES": 8}
 common = {"TOP_K": 4, "EXPERTS": 32, "BE": 32, "HAS_MAP": False, "PDL": True, "NATIVE": True}
+common |= dict.fromkeys(adapted, 0)
 for form, (path, most) in ((form, point) for form in ("mxfp4", "float8_e4m3fn") for point in POINTS[form]):
     for tiles, name, rows in zip(tiles_of(form, path, most), ("gate_up", "down"), (5760, 2880)):
         kernel = many.grouped if path == "many" else getattr(few, name)
@@ -55,6 +58,11 @@ for form, (path, most) in ((form, point) for form in ("mxfp4", "float8_e4m3fn") 
         sizes = launches._constants(TiledMatrix(None, scales, None, rows, 2880), tiles)
         own = {"FORMAT": form, "SPLITS": tiles.splits, "GATE_UP": name == "gate_up", "ONE": most == 1}
         compiled(f"{form} {path} {most} {name}", kernel, tiles.warps, scales, {**common, **sizes, **own})
+        if (form, path, most, name) == ("mxfp4", "many", 512, "gate_up"):
+            own |= adapted
+            compiled(f"{form} {path} {most} {name} adapted", kernel, tiles.warps, scales, {**common, **sizes, **own})
+shape = {"BM": 64, "BN": 16, "BK": 64, "K": 2880, "GATE_UP": True}
+compiled("shrink", many.shrink, 4, "*i32", {**common, **adapted, **shape})
 """
 
 

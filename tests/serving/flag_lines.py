@@ -92,10 +92,11 @@ VVSS | VLLM_ATTENTION_BACKEND=TRITON_ATTN_VLLM_V1 --enforce-eager
 SSSS | VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1 --tensor-parallel-size 1
 VSSS | VLLM_ROCM_USE_AITER=1 --block-size 64
 UUSS | --moe-backend marlin
-RRRA | --enable-lora
-RRRA | --enable-lora --max-lora-rank 64 --max-loras 4
-RRRA | --enable-lora --lora-modules sql=/adapters/sql
-RRRR | NPU_GPTOSS=1 --enable-lora
+RRRS | --enable-lora
+RRRS | --enable-lora --max-lora-rank 64 --max-loras 4
+RRRS | --enable-lora --lora-modules sql=/adapters/sql
+RRRA | --enable-lora --tensor-parallel-size 2
+RRRR | NPU_GPTOSS=1 --enable-lora --tensor-parallel-size 2
 RRRR | NPU_GPTOSS=1 --runner pooling
 SSSR | NPU_GPTOSS=1 --pipeline-parallel-size 2
 RRRA | --runner pooling

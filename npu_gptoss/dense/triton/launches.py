@@ -255,9 +255,11 @@ def router(
 
 
 @after_norm
-def router_norm(normed: torch.Tensor, weight: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, ...]:
+def router_norm(
+    normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **rest: Any
+) -> tuple[torch.Tensor, ...]:
     """The kernel of `dense.router`, by cuBLAS and `moe.route`. rest: of `route_live`."""
-    return normed, *route_live(normed, weight, **rest)
+    return normed, *route_live(F.linear(normed, weight, bias), **rest)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:

@@ -108,7 +108,7 @@ def _side_by_side(a, b):
 
 
 @triton.jit
-def _dot(a, b, sums, NATIVE: tl.constexpr):
+def dot(a, b, sums, NATIVE: tl.constexpr):
     if NATIVE:
         return tl.dot(a, b, sums)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
@@ -204,7 +204,7 @@ def product(
             if FORMAT == "bfloat16":
                 k = tile * INPUTS + whole
                 inside = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
-                sums = _dot(w, tl.load(column + k[:, None], mask=inside, other=0.0), sums, NATIVE)
+                sums = dot(w, tl.load(column + k[:, None], mask=inside, other=0.0), sums, NATIVE)
             elif HALVES:
                 k = tile * INPUTS + half
                 low = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
@@ -212,14 +212,14 @@ def product(
                 x_low = tl.load(column + k[:, None], mask=low, other=0.0)
                 x_high = tl.load(column + (k + INPUTS // 2)[:, None], mask=high, other=0.0)
                 left_low, left_high = _left(w, shifted, FORMAT, BM, NATIVE)
-                sums = _dot(left_low, x_low, sums, NATIVE)
-                sums = product_ended(_dot(left_high, x_high, sums, NATIVE), NATIVE)  # the next step opens both at once
+                sums = dot(left_low, x_low, sums, NATIVE)
+                sums = product_ended(dot(left_high, x_high, sums, NATIVE), NATIVE)  # the next step opens both at once
             else:
                 k = tile * INPUTS + whole
                 inside = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
                 right = tl.load(column + k[:, None], mask=inside, other=0.0)
                 left_low, left_high = _left(w, shifted, FORMAT, BM, NATIVE)
-                sums = _dot(_side_by_side(left_low, left_high), right, sums, NATIVE)
+                sums = dot(_side_by_side(left_low, left_high), right, sums, NATIVE)
     return sums
 
 
@@ -231,6 +231,34 @@ def finish(sums, scales, bias, expert, first_row, split, FORMAT: tl.constexpr, R
     if FORMAT == "float8_e4m3fn":
         sums *= tl.load(scales + expert * R + m, mask=exists, other=0.0)[:, None]
     return sums + tl.load(bias + expert * R + m, mask=exists & (split == 0), other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def add_low_rank(
+    sums,  # [BM, BN] fp32
+    own,  # [BN] the adapter of each column, negative for none
+    b,  # [adapters, EXPERTS, R, RANK] bfloat16
+    low,  # [SHARES, slots, RANK] fp32, from `many.shrink`
+    slot, slots, expert, first_row,
+    ADAPTERS: tl.constexpr, EXPERTS: tl.constexpr, RANK: tl.constexpr, SHARES: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Adds B (A x) of each column's own adapter to the sums. A x is rounded to bfloat16, as a linear layer's is."""
+    BR: tl.constexpr = RANK if RANK < 32 else 32  # with 64 the largest tiles spill registers
+    m = first_row + tl.arange(0, BM)
+    for each in range(ADAPTERS):
+        mine = own == each
+        if tl.max(mine.to(tl.int32)) > 0:
+            right = b + ((each * EXPERTS + expert).to(tl.int64) * R + m)[:, None] * RANK
+            for first in range(0, RANK, BR):
+                r = first + tl.arange(0, BR)
+                inner = tl.zeros((BR, sums.shape[1]), tl.float32)
+                for share in tl.static_range(SHARES):
+                    at = low + (share * slots + slot).to(tl.int64)[None, :] * RANK + r[:, None]
+                    inner += tl.load(at, mask=mine[None, :], other=0.0)
+                w = tl.load(right + r[None, :], mask=(m < R)[:, None], other=0.0)
+                sums = product_ended(dot(w, inner.to(tl.bfloat16), sums, NATIVE), NATIVE)
+    return sums
 
 
 @triton.jit

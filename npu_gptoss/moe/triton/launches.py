@@ -8,6 +8,7 @@ import torch
 import triton
 
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch, processors
+from npu_gptoss.moe.adapters import ExpertAdapters
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.layout import INPUTS, Call, TiledExperts, TiledMatrix, call_of
 from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, one_gluon_tiles, tiles, unroll
@@ -16,6 +17,7 @@ from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, few_gluon_tiles, gluo
 _SORT_CELLS = 1 << 14
 _SORT_PROGRAMS = 128  # at most: each reads what all others counted
 _COMBINE_ROWS = 1024
+_FEW_SLOTS = 2048  # up to so many the inputs are shared out among programs, to fill the GPU
 
 
 def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
@@ -145,28 +147,68 @@ def _few(call: Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) ->
     return _combined(shares, call)
 
 
-def triton_many(**arguments: Any) -> torch.Tensor:
-    """Five launches: two for the sort, the two products, the sum."""
+def triton_many(adapters: ExpertAdapters | None = None, **arguments: Any) -> torch.Tensor:
+    """Five launches: two for the sort, the two products, the sum; with adapters one more before each product."""
     call = call_of(**arguments)
     experts, slots = call.experts, call.slots
     order, ends, inner, shares = _sorted(call)
     shapes = tiles(experts.format, "many", len(call.hidden))
     products = ((call.hidden, experts.gate_up, inner), (inner, experts.down, shares))
     for (x, matrix, out), shape in zip(products, shapes, strict=True):
-        full_and_last = slots // shape.columns + min(experts.num_experts, slots)
+        common = {
+            "GATE_UP": matrix is experts.gate_up,
+            "TOP_K": call.top_k,
+            "EXPERTS": experts.num_experts,
+            "BE": ends.shape[0],
+        }
+        added, ranks = (order, order, order), {"ADAPTERS": 0, "RANK": 0, "SHARES": 0}
+        if adapters is not None:
+            added, ranks = _shrunk(call, adapters, x, order, ends, common)
         launch(
             many.grouped,
-            (triton.cdiv(matrix.rows, shape.rows) * full_and_last,),
-            (x, order, ends, call.topk_weights, matrix.words, _scales(matrix), matrix.bias, out, call.swiglu_limit),
+            (triton.cdiv(matrix.rows, shape.rows) * _most_tiles(call, shape.columns),),
+            (
+                *(x, order, ends, call.topk_weights, matrix.words, _scales(matrix), matrix.bias, out),
+                *(call.swiglu_limit, *added, slots),
+            ),
             warps=shape.warps,
-            GATE_UP=matrix is experts.gate_up,
             FORMAT=experts.format,
-            TOP_K=call.top_k,
-            EXPERTS=experts.num_experts,
-            BE=ends.shape[0],
+            **common,
+            **ranks,
             **_constants(matrix, shape),
         )
     return _combined(shares, call)
+
+
+def _most_tiles(call: Call, columns: int) -> int:
+    """Of all experts' groups together: full ones, and one of each expert that is not."""
+    return call.slots // columns + min(call.experts.num_experts, call.slots)
+
+
+def _shrunk(
+    call: Call, adapters: ExpertAdapters, x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, common: dict
+) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
+    """The arguments of `many.grouped` for adapters: which of each token, B, and A x of the projection's inputs."""
+    pair = adapters.gate_up if common["GATE_UP"] else adapters.down
+    count, _, rank, inputs = pair.a.shape
+    few_slots = call.slots <= _FEW_SLOTS
+    ranks = {"ADAPTERS": count, "RANK": rank, "SHARES": 8 if few_slots else 1}
+    low = torch.empty(ranks["SHARES"], call.slots, rank, dtype=torch.float32, device=x.device)
+    columns, rows = 16 if few_slots else 64, min(rank, 64)
+    launch(
+        many.shrink,
+        (_most_tiles(call, columns), ranks["SHARES"], rank // rows),
+        (x, order, ends, adapters.of_token, pair.a, low, call.slots),
+        warps=4,
+        K=inputs,
+        BM=rows,
+        BN=columns,
+        BK=64,
+        NATIVE=not INTERPRETED,
+        **common,
+        **ranks,
+    )
+    return (adapters.of_token, pair.b, low), ranks
 
 
 def gluon_many(**arguments: Any) -> torch.Tensor:

@@ -58,6 +58,13 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield first and not config.use_v2_model_runner, Refusal(RUNNER, 0, why, "unset it")
     why = "the model is not compiled, so graphs break off at its attention"
     yield os.environ.get(BREAKABLE) == "0", Refusal(BREAKABLE, 0, why, "unset it")
+    if (lora := config.lora_config) is not None:
+        ranks, targets = parallel.tensor_parallel_size, lora.target_modules
+        why = "adapters are not cut for several GPUs"
+        yield ranks > 1, Refusal("--enable-lora", None, why, "leave out --tensor-parallel-size")
+        yield bool(targets), Refusal("--lora-target-modules", " ".join(targets or ()), "an adapter counts whole", out)
+        why = "each expert has its own factors"
+        yield lora.enable_moe_shared_loras, Refusal("--enable-moe-shared-loras", None, why, out)
 
 
 def choose_graphs() -> None:

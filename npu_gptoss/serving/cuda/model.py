@@ -16,6 +16,7 @@ from torch import nn
 
 from npu_gptoss.attention import DecodeMetadata
 from npu_gptoss.attention.triton.plan import ROUND_KEYS
+from npu_gptoss.model.adapters import Adapters
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, expert_format
 from npu_gptoss.model.checkpoint import expand_stream
 from npu_gptoss.model.transformer import GptOss, KVCache
@@ -34,6 +35,7 @@ from npu_gptoss.serving.releases.vllm import (
     ForwardContext,
     ParallelLMHead,
     SupportsEagle3,
+    SupportsLoRA,
     VllmConfig,
     eager_break_during_capture,
     get_forward_context,
@@ -75,13 +77,15 @@ class Updated(nn.Module, AttentionLayerBase):
         return None
 
 
-class GptOssForCausalLM(nn.Module, SupportsEagle3):
-    """The class that vLLM builds. `gptoss` holds the weights and is made when they load.
+class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
+    """The class that vLLM builds. `gptoss` holds the weights and is made when they load. With --enable-lora
+    `adapters` holds those of `lora.py`.
 
     An EAGLE3 head finds its target's embedding and vocabulary in `model` and `lm_head`.
     """
 
     gptoss: GptOss
+    adapters: Adapters | None = None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -107,6 +111,10 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         self.model, self.lm_head, self.updated = nn.Module(), None, Updated()
         speculative = vllm_config.speculative_config
         self._has_head = speculative is not None and speculative.method == "eagle3"
+        if vllm_config.lora_config is not None:
+            from npu_gptoss.serving.cuda import lora
+
+            lora.take_over()
         self._nowhere = Slots(torch.empty(0, dtype=torch.int64))
         shape = (1, vllm_config.cache_config.block_size, here.num_key_value_heads, here.head_dim)
         self._nothing: KVCache = (torch.zeros(shape), torch.zeros(shape))
@@ -215,6 +223,8 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         # id would raise a device assertion in the embedding, which ends all requests.
         input_ids = input_ids.clamp(0, self.config.vocab_size - 1)
         live = live_rows(context, self.caches[0].name, len(input_ids))
+        adapted = self.adapters is not None and self.adapters.active
+        layers = self.adapters.step(len(input_ids)) if adapted else model
         slots = context.slot_mapping or {}
         if self.caches[0].pair is None:
             slots = {}
@@ -223,10 +233,10 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         aux: list[torch.Tensor] = []
         for index, cache in enumerate(self.caches):
             where = Slots(slots[cache.name]) if cache.name in slots else self._nowhere
-            residual, query = model.enter(index, residual, delta, positions, cache.pair or self._nothing, where)
+            residual, query = layers.enter(index, residual, delta, positions, cache.pair or self._nothing, where)
             attended = torch.empty_like(query)
             attend(self, index, cache.name, query, attended)
-            residual, delta = model.leave(index, residual, attended, live)
+            residual, delta = layers.leave(index, residual, attended, live)
             if index + 1 in self.aux_layers:
                 aux.append((residual + delta).to(self.dtype))
         hidden = model.finish(residual, delta)

@@ -30,7 +30,7 @@ def config_of(**changes: Any) -> Having:
         "load_config": {"load_format": "auto"},
         "offload_config": {"uva": Having(cpu_offload_gb=0), "prefetch": Having(offload_group_size=0)},
     }
-    whole = {"use_v2_model_runner": True, "weight_transfer_config": None}
+    whole = {"use_v2_model_runner": True, "weight_transfer_config": None, "lora_config": None}
     for name, value in changes.items():
         next((part for part in parts.values() if name in part), whole)[name] = value
     return Having(**{name: Having(**part) for name, part in parts.items()}, **whole)
@@ -51,11 +51,22 @@ def refused(config: Having) -> list[str]:
         ({"prefetch": Having(offload_group_size=2)}, "--offload-group-size 2"),
         # VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 accepts it: the device would read behind the table of rotary angles
         ({"max_model_len": 131073}, "--max-model-len 131073"),
+        ({"lora_config": Having(target_modules=None, enable_moe_shared_loras=False)}, "--enable-lora"),  # on two GPUs
     ],
 )
 def test_an_option_that_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
     assert refused(config_of()) == []
     assert refused(config_of(**change)) == [option]
+
+
+def test_adapters_on_one_gpu_are_served_unless_vllms_own_layout_is_asked_for() -> None:
+    lora = {"target_modules": None, "enable_moe_shared_loras": False}
+    assert refused(config_of(tensor_parallel_size=1, lora_config=Having(**lora))) == []
+    for change, option in (
+        ({"target_modules": ["q_proj"]}, "--lora-target-modules q_proj"),
+        ({"enable_moe_shared_loras": True}, "--enable-moe-shared-loras"),
+    ):
+        assert refused(config_of(tensor_parallel_size=1, lora_config=Having(**lora | change))) == [option]
 
 
 MXFP4, BF16 = (

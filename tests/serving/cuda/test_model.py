@@ -59,7 +59,8 @@ def config_of(folder: Path, drafts: int = 0) -> Having:
         cache_config=Having(block_size=BLOCK_SIZE),
         parallel_config=Having(enable_expert_parallel=False, decode_context_parallel_size=1),
         speculative_config=Having(num_speculative_tokens=drafts, method="ngram") if drafts else None,
-        compilation_config=Having(static_forward_context={}),
+        compilation_config=Having(static_forward_context={}, max_cudagraph_capture_size=None),
+        lora_config=None,
     )
 
 
@@ -74,6 +75,7 @@ class Server:
     tables: tuple[torch.Tensor, torch.Tensor]  # of the layers with a window, and of the others
     lengths: list[int]
     caches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    tolerance: float = 1e-5
 
     @classmethod
     def of(cls, folder: Path, config: GptOssConfig, drafts: int = 0, requests: int = 3) -> Server:
@@ -149,7 +151,7 @@ class Server:
             tuple(start.tolist()), tuple(self.lengths), common.block_table_tensor, common.slot_mapping
         )
         want = self.plain.forward(ids, torch.cat(positions), self.caches, step)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=self.tolerance, atol=self.tolerance)
         return result if isinstance(result, tuple) else type(built)
 
 
