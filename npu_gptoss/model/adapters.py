@@ -20,11 +20,12 @@ from npu_gptoss.dense import small_ops
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.layout import split_layer
 from npu_gptoss.model.transformer import GptOss, KVCache
+from npu_gptoss.model.weights import OFFICIAL
 from npu_gptoss.moe.adapters import ExpertAdapters, ExpertPair, expert_mlp
 from npu_gptoss.moe.triton.layout import TiledExperts, bands
 
 Factors = tuple[torch.Tensor, torch.Tensor]  # A [..., rank, in] and B [..., out, rank] of one official tensor
-PROJECTIONS = tuple(f"self_attn.{letter}_proj.weight" for letter in "qkv")
+PROJECTIONS = OFFICIAL["attention"]["qkv_weight"]
 OUTPUT, ROUTER, GATE_UP, DOWN = OTHERS = (
     "self_attn.o_proj.weight",
     "mlp.router.weight",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from npu_gptoss.convert.command import open_adapters
 from npu_gptoss.convert.lora import AdapterError
 from npu_gptoss.convert.source import open_source
 from npu_gptoss.convert.write import Job, convert
+from npu_gptoss.model.layout import expected_tensors
 from npu_gptoss.moe.mxfp4 import compress
 from tests.convert import foreign
 from tests.convert.foreign import Tensors, small, write
@@ -82,6 +84,19 @@ def assert_merged(got: Tensors, want: Tensors) -> None:
         assert same > 0.999 and near, f"{name}: {same:.4f} are the same"  # noqa: PT018
 
 
+def assert_factored(base: Path, adapter: Path) -> None:
+    """A server adds B A x where the merge adds B A."""
+    source = open_source(base)
+    (opened,) = open_adapters(source, [str(adapter)])
+    specs = expected_tensors(dataclasses.replace(source.config, quantization=None))
+    for name, deltas in opened.deltas.items():
+        if not any(delta.embedding or "magnitude_vector" in delta.factors for delta in deltas):
+            shape = specs[name].shape
+            a, b = lora.factors(deltas, shape)
+            got = (b @ a).mT if len(shape) == 3 else b @ a
+            torch.testing.assert_close(got, lora.merged(name, torch.zeros(shape), [opened]))
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config, tensors = small()
@@ -102,6 +117,7 @@ def test_adapter_is_merged_as_peft_merges_it(base: Path, tmp_path: Path, kind: s
     model.save_pretrained(tmp_path / "adapter")
     got = merged_here(base, tmp_path / "out", str(tmp_path / "adapter"))
     assert_merged(got, merged_by_peft(model))
+    assert_factored(base, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", ["experts", "gate_up alone", "down alone"])
@@ -109,6 +125,7 @@ def test_both_layouts_of_experts_factors_are_read(base: Path, tmp_path: Path, tr
     model = with_adapter(base, **KINDS[kind])
     model.save_pretrained(tmp_path / "adapter")
     assert_merged(merged_here(base, tmp_path / "out", str(tmp_path / "adapter")), merged_by_peft(model))
+    assert_factored(base, tmp_path / "adapter")
 
 
 def test_square_experts_take_the_layout_of_gate_up(tmp_path: Path, transposed: bool) -> None:
