@@ -12,16 +12,17 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ascend_emulator import pyacl, settings, triton_launches
+from ascend_emulator import cards, pyacl, settings, triton_launches
 
 
 def boot(_module: ModuleType | None = None) -> None:
     """Installs kernels, graphs and op contracts. Needs the stub libraries on LD_LIBRARY_PATH."""
-    from ascend_emulator import context, defects, device, graphs, memory, storage
+    from ascend_emulator import context, defects, device, graphs, groups, memory, storage
 
     context.set_default(
         context.OpContext(
             cann=settings.text("CANN", "8.3.rc1"),
+            card=settings.text("KIND", cards.DEFAULT.kind),
             strict=settings.is_on("STRICT", default=True),
             diagnostic_fp32=settings.is_on("FP32", default=False),
             tnd_max_workspace=settings.is_on("TND_WORKSPACE", default=False),
@@ -31,6 +32,7 @@ def boot(_module: ModuleType | None = None) -> None:
             set_format=storage.set_format,
             is_whole=storage.is_whole,
             bytes_behind=memory.bytes_behind,
+            group=groups.find,
         )
     )
     graphs.connect()
@@ -43,6 +45,12 @@ def boot_custom_operators(_module: ModuleType) -> None:
     from ascend_emulator import device
 
     device.install(("_C_ascend",))
+
+
+def boot_build(module: ModuleType) -> None:
+    """Says that the wheel is built for the card, which vllm-ascend from 0.19 on compares: the package index has builds
+    for the A2 only, and those for an A3 differ in operators that are not emulated. With 0.11.0 it changes nothing."""
+    module.__device_type__ = settings.text("BUILD", cards.DEFAULT.kind)
 
 
 def boot_triton_kernels(module: ModuleType) -> None:
@@ -65,6 +73,7 @@ def boot_triton_launches(module: ModuleType) -> None:
 
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "torch_npu": boot,
+    "vllm_ascend._build_info": boot_build,
     "vllm_ascend.vllm_ascend_C": boot_custom_operators,
     "vllm.v1.worker.block_table": boot_triton_kernels,  # triton_kernels.KERNELS
     "triton.backends": boot_triton_driver,

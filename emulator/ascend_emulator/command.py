@@ -2,7 +2,7 @@
 
     ascend-emulate -- vllm serve MODEL
     ascend-emulate --cann 8.3.rc2 --devices 2 --trace trace.jsonl -- python my_script.py
-    ascend-emulate --stack 9.1 -- vllm serve MODEL
+    ascend-emulate --stack 9.1 --card A3 --memory 4 -- vllm serve MODEL
 
 Calls that a real device refuses fail here with its errors and the number of the rule.
 The first run compiles the stand-ins for CANN's libraries, which needs g++.
@@ -18,15 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ascend_emulator import triton_launches
+from ascend_emulator.cards import CARDS, DEFAULT
 from ascend_emulator.defects import DEFECTS
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.launch import GIB, EmulationError, Machine, environment, find_venv, stack_of
 from ascend_emulator.prepare import prepare
 from ascend_emulator.stacks import CANN_VERSIONS, NAMES, STACKS, below, named
-
-# Bytes that a "64 GB" card has for processes: 62 420 MiB, "total memory" in logs of vllm-ascend's servers (its issues
-# 4037, of a 910B1, 4404, 6250).
-MEMORY = {"910B3": 65_452_113_920}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stack", choices=NAMES, help="the stack: which environment (default: that which is found)")
     parser.add_argument("--cann", help=f"CANN version: {', '.join(CANN_VERSIONS)} (default {defaults})")
     parser.add_argument("--devices", type=int, default=1, help="how many devices the machine has (default 1)")
-    memory = parser.add_mutually_exclusive_group()
-    memory.add_argument("--memory", type=float, default=4.0, help="GiB of memory per device (default 4)")
-    memory.add_argument(
+    parser.add_argument("--memory", type=float, help="GiB of memory per device (default 4, or all that --card has)")
+    parser.add_argument(
         "--card",
-        choices=sorted(MEMORY),
-        help="report as much memory as this card has; allocations still take this machine's memory",
+        choices=CARDS,
+        help="be this card and report as much memory as it has (default 910B3); A3: one die of a 910C. Allocations "
+        "still take this machine's memory",
     )
     parser.add_argument(
         "--trace", type=Path, help="write every device op, copy and synchronisation there, as JSON lines"
@@ -69,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise EmulationError("there is nothing to run. For example: ascend-emulate -- python -c 'import torch_npu'")
-    memory = MEMORY[args.card] / GIB if args.card else args.memory
+    card = CARDS.get(args.card, DEFAULT)
+    memory = args.memory or (card.memory / GIB if args.card else 4.0)
     stack = named(args.stack) if args.stack else None
     if stack is None and args.cann in CANN_VERSIONS:
         stack = below(args.cann)
@@ -79,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
         raise EmulationError(f"stack {stack.name} runs on CANN {', '.join(stack.cann)} here, not on {args.cann}.")
     cann = args.cann or stack.cann[0]
     triton = triton_launches.site_packages(args.triton.resolve()) if args.triton else None
-    machine = Machine(cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect), triton)
+    machine = Machine(
+        cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect), triton, card.name
+    )
     prepare(venv)
     variables = environment(machine, venv)
     program = shutil.which(command[0], path=variables["PATH"])

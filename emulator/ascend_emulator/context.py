@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
+from ascend_emulator import cards
 from ascend_emulator.stacks import CANN_VERSIONS
 
 FORMAT_ND = 2
@@ -44,10 +45,23 @@ def _own_storage(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
+class Group:
+    """A communicator: its ranks, this one's, and the bytes of its buffer. gather(name of the call, tensor) waits for
+    the same call of all ranks and returns their tensors, in the order of ranks.
+    """
+
+    ranks: int
+    rank: int
+    window: int
+    gather: Callable[[str, torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
 class OpContext:
     """The machine as one operator call sees it.
 
     cann: one of CANN_VERSIONS; decides which rules hold and which operators exist (torch_npu 2.7.1 up to 8.3).
+    card: "A2" or "A3"; decides which ranks dispatch and combine take.
     strict: undefined results raise; otherwise the outputs concerned are filled with NaN.
     capturing: the call is recorded into a graph, so host reads of device memory are refused.
     execute: False runs the host's checks and returns poisoned outputs: reads and writes no tensor value.
@@ -59,10 +73,12 @@ class OpContext:
     is_whole: True if a FRACTAL_NZ tensor fills its storage; None judges by the tensor's own storage, which is wrong
         for an alias into a larger block of device memory.
     bytes_behind: bytes of a tensor's own allocation after its last element.
+    group: finds a communicator by its name; None where there is none.
     findings: events that did not raise, in order.
     """
 
     cann: str = "8.3.rc1"
+    card: str = cards.DEFAULT.kind
     strict: bool = True
     capturing: bool = False
     execute: bool = True
@@ -74,6 +90,7 @@ class OpContext:
     set_format: Callable[[torch.Tensor, int], None] = _ignore_format
     is_whole: Callable[[torch.Tensor], bool] | None = None
     bytes_behind: Callable[[torch.Tensor], int] = _own_storage
+    group: Callable[[str], Group | None] | None = None
     findings: list[Finding] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:

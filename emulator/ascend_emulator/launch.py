@@ -1,4 +1,4 @@
-"""Finds the emulated environment, and sets the variables that make a process run on the emulated 910B.
+"""Finds the emulated environment, and sets the variables that make a process run on the emulated card.
 
 Standard library only. Child processes inherit the variables, so servers that spawn workers need nothing else:
 `LD_LIBRARY_PATH` finds the emulated CANN, and a .pth file boots the device layer when torch_npu is imported.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascend_emulator import defects, stacks
+from ascend_emulator import cards, defects, stacks
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.settings import PREFIX, VENV_VARIABLE, with_new_names
 from ascend_emulator.stacks import CANN, CANN_VERSIONS, Stack
@@ -41,6 +41,7 @@ class Machine:
     trace: Path | None = None
     defects: tuple[str, ...] = ()  # names of emulator/defects.py
     triton: Path | None = None  # site-packages with Triton-Ascend and its compiler
+    card: str = cards.DEFAULT.name
 
     @property
     def stack(self) -> Stack:
@@ -49,6 +50,8 @@ class Machine:
     def __post_init__(self) -> None:
         if self.cann not in CANN_VERSIONS:
             raise EmulationError(f"CANN {self.cann!r} is not emulated; choose one of {', '.join(CANN_VERSIONS)}.")
+        if self.card not in cards.CARDS:
+            raise EmulationError(f"card {self.card!r} is not emulated; choose one of {', '.join(cards.CARDS)}.")
         if not 1 <= self.devices <= MAX_DEVICES:
             raise EmulationError(f"{self.devices} devices cannot be emulated; choose 1 to {MAX_DEVICES}.")
         defects.checked(self.defects)
@@ -124,6 +127,7 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         "TASK_QUEUE_ENABLE": "0",
         f"{PREFIX}_TASK_QUEUE": kept.get("TASK_QUEUE_ENABLE", ""),
         PREFIX: "1",
+        **{f"{PREFIX}_{name}": value for name, value in cards.CARDS[machine.card].variables.items()},
         f"{PREFIX}_CANN": machine.cann,
         f"{PREFIX}_CANN_SAYS": CANN[machine.cann],
         f"{PREFIX}_DEVICES": str(machine.devices),

@@ -1,4 +1,4 @@
-"""The ninety-three rules for operators and graphs of an Ascend 910B, and their errors.
+"""The ninety-four rules for operators and graphs of an Ascend 910B, and their errors.
 
 A rule describes calls that hardware, driver or host library refuses, leaves undefined, or runs at a cost. R81 to R91
 belong to graph capture and replay; `emulator/ops` raises the others. `versions` are the CANN releases with the rule;
@@ -123,7 +123,8 @@ RULES: dict[int, Rule] = {
             (62, "finalize_routing takes bias and scales of the rows' dtype, and options that belong together."),
             (63, "compute_expert_tokens takes a one-dimensional int32 tensor."),
             (64, "The fused grouped matmuls are for int8 and int4 only, without bias, N up to 10240, NZ weights."),
-            (65, "Dispatch and combine take short batches, 8n ranks up to 256 (documented: from 16), no TP domain."),
+            (65, "Dispatch and combine take few rows, and ranks by card and CANN (ops/moe_distribute.py)."),
+            (94, "The group's buffer (HCCL_BUFFSIZE) holds what dispatch may send; an A2 writes past its end."),
         ),
         *_family(
             "vector",
@@ -155,7 +156,7 @@ RULES: dict[int, Rule] = {
             (85, "A task group holds exactly one operator, begun and ended on one stream."),
             (86, "A task update repeats the captured operator and tensors, on another stream, before the wait."),
             (87, "Captured tensors stay alive and where they were."),
-            (88, "Graphs share a budget of streams."),
+            (88, "Graphs share a budget of streams.", ONLY_8_3),
             (89, "A replay has the captured shapes."),
             (90, "torch_npu 2.7.1 does not update version 2 of the attention operator by itself.", ONLY_8_3),
             (91, "A capture runs on its first stream; torch_npu before 2.7.1.post4 records others wrongly.", *_UB),
@@ -172,6 +173,7 @@ SOURCES: dict[int, str] = {
     38: f"{_PFA}::CalcWorkspaceSize, the same text in v8.5.0, v9.0.0, v9.0.1 and branch 9.1.0",
     59: "ops-transformer b122ed222, moe_init_routing_v3_tiling.cpp; v8.5.0 has another (e05d98c2f)",
     66: "op-plugin 7.3.0 and ops-nn v8.5.0, activation/clipped_swiglu",
+    88: "CANN 8.5.0's notes of release, vllm-ascend's PR 9962: since then graphs take few streams",
     72: "ops-transformer b122ed222, apply_rotary_pos_emb_tiling.cpp; op-plugin 26.1.0 takes 64, too",
     90: "torch_npu 7.2.0 records version 1 only, 7.3.0 both",
     92: "ops-transformer ca4633c9b (2026-04-30, in v9.1.0-beta.2 and later, not in v9.0.1): SinkCopyIn reads G + 16",

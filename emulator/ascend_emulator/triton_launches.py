@@ -1,8 +1,8 @@
 """Triton-Ascend's kernels on the emulated device: Huawei's compiler checks them, this CPU runs the lowered code.
 
-A launch is one kernel of the device in streams, graphs and traces, like any operator. If the compiler refuses it for a
-910B, the launch fails with the compiler's words. The packages have an environment of their own (`--triton`), because
-they take the module name `triton`, and with that vLLM and vllm-ascend take other code paths.
+A launch is one kernel of the device in streams, graphs and traces, like any operator. If the compiler refuses it for
+the card, the launch fails with the compiler's words. The packages have an environment of their own (`--triton`),
+because they take the module name `triton`, and with that vLLM and vllm-ascend take other code paths.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ascend_emulator import settings
+from ascend_emulator import cards, settings
 from ascend_emulator.errors import EmulatorError
 
 PACKAGES = ("triton", "ascendnpuir", "pybind11")
-CUBE_CORES, VECTOR_CORES = 20, 40  # of a 910B3
 
 
 class Finder:
@@ -65,13 +64,14 @@ def boot_driver(module: ModuleType) -> None:
     driver = module.backends["ascend"].driver
     utils = driver.__init__.__globals__["NPUUtils"]
     utils.__init__ = lambda self: None
-    utils.get_arch = lambda self: "Ascend910B3"
-    utils.get_aicore_num = lambda self: CUBE_CORES
-    utils.get_aivector_core_num = lambda self: VECTOR_CORES
+    cubes = int(settings.text("CUBES", str(cards.DEFAULT.cubes)))
+    utils.get_arch = lambda self: settings.text("SOC", cards.DEFAULT.soc)
+    utils.get_aicore_num = lambda self: cubes
+    utils.get_aivector_core_num = lambda self: 2 * cubes
     utils.get_device_properties = lambda self, device: {
         "max_shared_mem": 1,
-        "num_aicore": CUBE_CORES,
-        "num_vectorcore": VECTOR_CORES,
+        "num_aicore": cubes,
+        "num_vectorcore": 2 * cubes,
     }
     driver.is_active = classmethod(lambda cls: True)
 
@@ -106,7 +106,7 @@ def _operation(kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple
     program = lowering.lower(kernel, dict(types), dict(constants))
     plan = planner.plan(program)
     if plan.refusal:
-        raise tools.CompilerError(f"{program}: the compiler refuses it for an {lowering.TARGET}: {plan.refusal}")
+        raise tools.CompilerError(f"{program}: the compiler refuses it for an {lowering.target()}: {plan.refusal}")
     built = host.HostKernel(program, traced=trace.ENABLED)
 
     def run(grid: tuple[int, ...], *values: Any) -> None:

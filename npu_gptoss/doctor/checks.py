@@ -12,7 +12,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Plugin": ("plugin", "plugin-order", "platform-plugin", "registration"),
     "Servers": ("variables", "exposure"),
     "Device and kernels": ("torch-works", "device", "attention-operator", "graph-updates", "kernels"),
-    "Model": ("vocabulary", "checkpoint", "memory", "graphs"),
+    "Model": ("vocabulary", "checkpoint", "memory", "expert-buffer", "graphs"),
     "Self-test": (*SELF_TESTS, "bandwidth", "self-test-record"),
 }
 CHECKS = tuple(check for checks in GROUPS.values() for check in checks)

@@ -70,8 +70,9 @@ def diagnose(here: Machine, args: argparse.Namespace) -> Iterator[Finding]:
         "exposure": partial(exposure.exposure, here),
         "vocabulary": partial(vocabulary.vocabulary, here, model),
         "memory": fit,
+        "expert-buffer": lambda: memory.expert_buffer(here, model, ranks, args.max_num_seqs, devices),
         "graphs": partial(memory.graphs, here, model, ranks, args.max_num_seqs),
-        "self-test-record": partial(record.remembered, here, found),
+        "self-test-record": partial(record.remembered, here, found, devices),
     }
 
     def all_findings() -> Iterator[Finding]:

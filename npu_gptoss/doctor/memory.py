@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,21 @@ from npu_gptoss.doctor.machine import Device, Machine
 from npu_gptoss.errors import InputError
 from npu_gptoss.model import device_memory
 from npu_gptoss.model.config import GptOssConfig, published_config, tensor_parallel_objection, uncut_objection
-from npu_gptoss.model.device_memory import BUFFSIZE, UTILISATION, Choice, Fit, Part, choose, fit, gib, thousands
-from npu_gptoss.nominal import MEMORY
+from npu_gptoss.model.device_memory import (
+    BUFFSIZE,
+    UTILISATION,
+    UTILISATIONS,
+    Choice,
+    Fit,
+    Part,
+    choose,
+    fit,
+    gib,
+    thousands,
+)
+from npu_gptoss.nominal import MEMORY, kind_of
 from npu_gptoss.serving.ascend import sizes
 
-UTILISATIONS = (UTILISATION, 0.95, 0.97)  # 0.95: of the Ascend article; the rest is for captured graphs
 CARD = MEMORY["910B3"]
 
 PUBLISHED_20B, PUBLISHED_120B = published_config(), published_config(36, experts=128)
@@ -24,6 +34,7 @@ PRESETS = (
     ("gpt-oss-20b on one card", PUBLISHED_20B, 1),
     *((f"gpt-oss-120b on {number} cards", PUBLISHED_120B, n) for number, n in (("two", 2), ("four", 4), ("eight", 8))),
 )
+SIXTEEN = (("gpt-oss-120b on sixteen dies", PUBLISHED_120B, 16),)
 
 
 def choice_of(
@@ -58,10 +69,10 @@ def packed_line(choice: Choice) -> str:
     return f"packed in MXFP4 {gib(choice.kept.weights)} of weights, which leave {left}"
 
 
-def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
-    """The published models in words, on cards of this size."""
+def preset_lines(length: int, card: int = CARD, dies: bool = False) -> tuple[str, ...]:
+    """The published models in words, on cards of this size; dies: of an A3, which has sixteen."""
     lines = []
-    for name, config, ranks in PRESETS:
+    for name, config, ranks in (*PRESETS, *(SIXTEEN if dies else ())):
         choice = choice_of(config, ranks, length, card)
         found, token = choice.expanded, device_memory.kv_bytes_per_token(config, Part.of(config, ranks))
         each = " each" if ranks > 1 else ""
@@ -92,8 +103,11 @@ def memory(
         device = Device("npu", "a card (--card-memory)", ranks, card_memory, card_memory)
     on_cpu = device is None or device.kind == "cpu"
     # the presets are of servers on a 910B
+    npu = None if on_cpu or device.kind != "npu" else device
     presets = preset_lines(
-        length, device.total if not on_cpu and device.kind == "npu" and not device.emulated else CARD
+        length,
+        npu.total if npu and not npu.emulated else CARD,
+        npu is not None and (kind_of(npu.name) == "A3" or card_memory == MEMORY["A3"]),
     )
     if model is None:
         yield not_applicable("No --model DIR is given; for the published models:", details=presets)
@@ -191,6 +205,45 @@ def _elsewhere(config: GptOssConfig, ranks: int, length: int, device: Device, pr
         remedy = f"Serve with --gpu-memory-utilization {most}. If start-up runs out of memory: {SMALLER.lower()}"
         return warning(f"{sentence}: that is tight.", remedy, details=presets)
     return ok(f"{sentence}; {_context(found)}.", details=presets)
+
+
+# --- dispatch to experts
+
+
+@on_ascend("a buffer to send rows to experts")
+def expert_buffer(
+    here: Machine, model: Path | None, ranks: int, max_num_seqs: int, devices: Sequence[Device]
+) -> Iterator[Finding]:
+    """HCCL_BUFFSIZE against what CANN's dispatch needs on an A3. An A2 with fewer than 16 cards gathers all rows."""
+    if not devices:
+        yield not_applicable("No device is usable.")
+        return
+    if kind_of(devices[0].name) != "A3":
+        yield ok(f"{devices[0].name} gathers all rows; only an A3 sends them to experts through HCCL_BUFFSIZE.")
+        return
+    try:
+        config = GptOssConfig.from_directory(model) if model else PUBLISHED_120B
+    except InputError:
+        yield not_applicable("The checkpoint has no config.json that can be read: see checkpoint.")
+        return
+    given, dies = device_memory.buffsize(here.environ), ranks if ranks > 1 else devices[0].count
+    sizes = (config.hidden_size, config.num_local_experts, config.num_experts_per_tok)
+    layouts = {
+        f"--tensor-parallel-size {dies}": -(-max_num_seqs // dies),
+        f"--data-parallel-size {dies}": max_num_seqs,
+    }
+    for layout, rows in layouts.items():
+        if dies < 2 or config.num_local_experts % dies:
+            yield not_applicable(f"{config.num_local_experts} experts are not shared out by {dies} dies.")
+            return
+        needed = device_memory.mc2_buffsize(*sizes, min(rows, 512))
+        name = "" if model else "gpt-oss-120b, "
+        sentence = f"{name}{layout} --enable-expert-parallel --max-num-seqs {max_num_seqs} needs HCCL_BUFFSIZE {needed}"
+        if needed <= given:
+            yield ok(f"{sentence}; it is {given}.")
+        else:
+            remedy = f"Set HCCL_BUFFSIZE={needed} on all ranks for this layout, or lower --max-num-seqs."
+            yield warning(f"{sentence}, and it is {given}: the start would be refused.", remedy)
 
 
 # --- captured graphs

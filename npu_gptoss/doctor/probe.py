@@ -27,12 +27,12 @@ from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import Finding, failed, guarded, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.kernels import kernels
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
+from npu_gptoss.nominal import kind_of
 
 LIMIT = 600  # seconds for everything; it takes a minute
 ALONE_LIMIT = 120  # seconds for a self-test in a process of its own; it takes twenty, mostly for imports
 ON_NPU = ("attention-operator", "graph-updates")
 ALL = ("torch-works", "device", *ON_NPU, "kernels", "checkpoint", *SELF_TESTS, "bandwidth")
-CARDS = {"Ascend910B": "A2", "Ascend910_93": "A3"}  # how a device's name begins, and its kind in vllm-ascend
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,11 @@ def _device_finding(platform: str, found: Device) -> Finding:
         return ok(f"{found.name}, {found.count} core(s), {gib(found.free)} of {gib(found.total)} RAM available.")
     what = f"{found.count} × {found.name} with {gib(found.total)} each, {gib(found.free)} free"
     if found.emulated:
-        return ok(f"{what}: an emulated Ascend 910B. Its speed says nothing about a real one.")
+        return ok(f"{what}: an emulated {found.name}. Its speed says nothing about a real one.")
     if platform == ASCEND:
         from npu_gptoss.serving.releases import package_folder, seams
 
-        kind = next((kind for name, kind in CARDS.items() if found.name.startswith(name)), "")
+        kind = kind_of(found.name)
         built = seams.device_type(package_folder(seams.PACKAGE))
         if kind and built and kind != built:
             ends = f"the installed vllm-ascend is built for {built}, and this is {kind}: a server ends at its start"
@@ -228,8 +228,8 @@ def _device_finding(platform: str, found: Device) -> Finding:
                 f"Use the image `vllm-ascend:v0.23.0{image}`, or build vllm-ascend's source release on this machine."
             )
             return failed(f"{what}: {ends}.", remedy)
-        if kind != "A2":
-            sentence = f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows."
+        if not kind:
+            sentence = f"{what}: this package is made for Ascend 910B (A2) and 910C (A3), whose contracts it follows."
             return warning(sentence, "Rely on the self-test below, and report its result.")
     return ok(f"{what}.")
 

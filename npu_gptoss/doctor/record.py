@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import NOT_APPLICABLE, OK, STATES, Finding, ok, on_ascend, warning
-from npu_gptoss.doctor.machine import Machine
+from npu_gptoss.doctor.machine import Device, Machine
 from npu_gptoss.verify.self_test.record import Record, Seen, stack, today
 
 
 @on_ascend("releases of CANN to remember")
-def remembered(here: Machine, found: Sequence[Finding]) -> Finding:
-    """found: the findings of the other checks. Stores the self-tests if all of them ran to an end."""
-    record, name = Record.of(here.environ), stack(here.environ, here.root)
+def remembered(here: Machine, found: Sequence[Finding], devices: Sequence[Device] = ()) -> Finding:
+    """found: the findings of the other checks. devices: the one that was opened, or none. Stores the self-tests if all
+    of them ran to an end."""
+    card = devices[0].name if devices else "no card"
+    record, name = Record.of(here.environ), stack(card, here.environ, here.root)
     ran: dict[str, str] = {}
     for finding in found:
         if finding.check in SELF_TESTS:  # which may have several findings

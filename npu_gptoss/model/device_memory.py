@@ -19,6 +19,7 @@ from npu_gptoss.model.config import MXFP4_GROUP, GptOssConfig, packed_columns
 
 GIB = 1 << 30
 UTILISATION = 0.9  # vLLM's default
+UTILISATIONS = (UTILISATION, 0.95, 0.97)  # 0.95: of the Ascend article; the rest is for captured graphs
 RESERVE = 2 * GIB  # activations of a prefill step, workspaces, the driver's context: a rule of thumb
 BF16, MXFP4 = 2, 1 / 2 + 1 / MXFP4_GROUP  # bytes of a weight; four bits, and its share of a byte of scale
 BUFFSIZE = 200  # MB: HCCL_BUFFSIZE's default, and what vllm-ascend 0.11.0 makes its groups with
@@ -96,6 +97,17 @@ def buffsize(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() and int(text) else BUFFSIZE
 
 
+def mc2_buffsize(hidden: int, experts: int, choices: int, rows: int) -> int:
+    """MB of HCCL_BUFFSIZE that dispatch to experts needs on an A3, as CANN's tiling computes it (8.3 and 9.1,
+    moe_distribute_dispatch_v2): all rows of all ranks for each expert here, and a rank's own rows on their way back.
+
+    rows: of one rank. A rank's rows are BF16, each with 44 bytes beside it.
+    """
+    sent, returned = (-(-size // 512) * 512 for size in (-(-2 * hidden // 32) * 32 + 44, 2 * hidden))
+    needed = 2 * rows * (experts * sent + choices * returned)
+    return -(-needed // (1 << 20))
+
+
 @dataclass(frozen=True)
 class Fit:
     """One rank's memory, in bytes, at a utilisation. `tokens`: KV cache after weights, reserve and HCCL's buffers."""
@@ -112,6 +124,10 @@ class Fit:
     def needed(self) -> int:
         """Bytes that are certain."""
         return self.weights + self.kv + self.hccl
+
+    def short(self, utilisation: float | None = None) -> int:
+        """Bytes, reserve included, that the utilisation does not give; negative: they are left."""
+        return int(self.needed + RESERVE - self.total * (utilisation or self.utilisation))
 
     def fits(self, utilisation: float | None = None, reserve: int = RESERVE) -> bool:
         return self.needed + reserve <= self.total * (utilisation or self.utilisation)
@@ -178,7 +194,13 @@ class Choice:
             other = cannot or "Expanded to BF16 they would not fit either"
             return f"weights and one request do not fit: {self.fit.sum(reserve=0)}. {other}"
         if self.packed:
-            why = f"{VARIABLE}=packed" if self.wish == PACKED else f"expanded they do not fit: {self.expanded.sum()}"
+            why = f"{VARIABLE}=packed"
+            if self.wish != PACKED:
+                why = (
+                    f"expanded they do not fit: {self.expanded.sum()}; {self.expanded.short() / (1 << 20):.0f} MiB lack"
+                )
+                higher = next((each for each in UTILISATIONS if self.expanded.fits(each)), None)
+                why += f"; --gpu-memory-utilization {higher} expands them, which is faster" if higher else ""
             return f"experts stay packed in MXFP4 ({why}); {packed}, and {left}"
         fits = "fits" if self.expanded.fits() else "is tight"
         other = cannot or f"{VARIABLE}=packed would leave about {thousands(self.kept.tokens)}"

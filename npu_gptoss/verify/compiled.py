@@ -2,7 +2,7 @@
 
 For every kernel that is registered for Ascend and written in Triton: Triton's interpreter against the definition; the
 kernel lowered by triton-ascend to linalg and built for this CPU, against the definition; each lowered program given to
-`bishengir-compile` for a 910B; and mutations of the kernel's source, which the second step must notice.
+`bishengir-compile` for a 910B and a 910C; and mutations of the kernel's source, which the second step must notice.
 `ascend_emulator.compiler` has the tools; docs/verify.md explains an acceptance.
 """
 
@@ -33,6 +33,7 @@ from npu_gptoss.verify.source_mutations import EQUIVALENT, source_mutations
 CPU = torch.device("cpu")
 ASCEND = Platform("ascend", frozenset({"torch_npu", "triton", TRITON_FOR_ASCEND}))
 INTERPRETER, LOWERED = "interpreter", "lowered"  # the steps that call a kernel, before the names of their calls
+CARDS = ("Ascend910B3", "Ascend910_9391")  # an A2 and an A3: their names for the compiler
 SECONDS = 60  # of one mutation: then it is caught, because it does not end
 DOUBLINGS = 8  # of a constant, until the compiler refuses it
 
@@ -74,15 +75,16 @@ def verify_compiled(target: Target, *, seed: int, cases: int) -> Report:
         if any(call.wrong for call in report.calls if call.call.startswith(LOWERED)):
             return report  # neither a plan nor a mutation says anything of a kernel that is wrong
         plan = compiler("planner").plan
-        planned = [(key[0], one.program, plan(one.program)) for key, one in made.items()]
+        planned = [(key[0], one.program, plan(one.program, CARDS[0])) for key, one in made.items()]
         refused = list(_first_refused(planned))
         report.details = {
             "programs": [{"program": str(program), "plan": asdict(found)} for _, program, found in planned],
             "refused": refused,
         }
         for _, program, found in planned:
-            kept = report.reasons if found.refusal else report.notes
-            kept.append(f"{program}: {_planned(found)}")
+            for card, seen in ((CARDS[0], found), *((card, plan(program, card)) for card in CARDS[1:])):
+                kept = report.reasons if seen.refusal else report.notes
+                kept.append(f"{program} for {card}: {_planned(seen)}")
         if not planned:
             report.reasons.append("no program was compiled")
         report.notes += [
@@ -188,4 +190,4 @@ def _planned(plan: Any) -> str:
     room = compiler("planner").AVAILABLE
     memory = ", ".join(f"{size} of {room.get(space, '?')} bytes of {space}" for space, size in plan.memory.items())
     without = f", without {', '.join(plan.without)}" if plan.without else ""
-    return f"accepted for a 910B, {memory or 'no on-chip memory'}{without}"
+    return f"accepted, {memory or 'no on-chip memory'}{without}"

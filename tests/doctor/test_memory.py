@@ -177,8 +177,51 @@ def test_the_buffers_size_is_the_shells(tmp_path, text, size):
 @pytest.mark.parametrize("text", ["910B9", "0", "-1", "1.5"])
 def test_a_card_is_named_or_given_in_gib_or_refused_in_words(text):
     assert (command._card("910B3"), command._card("64")) == (memory.CARD, 64 * GIB)
-    with pytest.raises(argparse.ArgumentTypeError, match="expected 910B3 or 910B4 or GiB, got"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 910B3 or 910B4 or A3 or GiB, got"):
         command._card(text)
+
+
+A3 = Device("npu", "Ascend910_9391", 16, MEMORY["A3"], MEMORY["A3"])
+
+
+@pytest.mark.parametrize(
+    ("card", "ranks", "variable", "tensor", "data"),
+    [
+        (CARD, 8, "", None, None),
+        (A3, 8, "", ("ok", 50), ("warning", 396)),  # MiB, as CANN's tiling counts; 52 and 415 MB
+        (A3, 8, "396", ("ok", 50), ("ok", 396)),
+        (A3, 8, "49", ("warning", 50), ("warning", 396)),
+        (A3, 4, "", ("ok", 99), ("warning", 396)),
+        (A3, 1, "", ("ok", 25), ("warning", 396)),  # all sixteen dies
+    ],
+)
+def test_the_buffer_of_dispatch_is_reckoned_on_an_a3(card, ranks, variable, tensor, data, tmp_path):
+    here = ascend(tmp_path, HCCL_BUFFSIZE=variable)
+    found = list(memory.expert_buffer(here, None, ranks, 256, [card]))
+    if tensor is None:
+        only(found, "ok", "A3")
+        return
+    for finding, (state, needed), layout in zip(found, (tensor, data), ("tensor", "data"), strict=True):
+        only([finding], state, f"--{layout}-parallel-size", f"needs HCCL_BUFFSIZE {needed}")
+        assert state == "ok" or f"Set HCCL_BUFFSIZE={needed} on all ranks" in finding.remedy
+
+
+def test_the_buffer_of_dispatch_is_not_reckoned_without_a_device(tmp_path):
+    only(memory.expert_buffer(ascend(tmp_path), None, 8, 256, []), "not applicable", "No device")
+    only(memory.expert_buffer(ascend(tmp_path), None, 3, 256, [A3]), "not applicable", "not shared out by 3 dies")
+
+
+def test_packed_experts_name_what_lacks_and_a_utilisation_that_fits():
+    """gpt-oss-120b on four 64 GB cards as upstream's tutorial serves it in BF16."""
+    said = memory.choice_of(memory.PUBLISHED_120B, 4, 4096, memory.CARD, buffsize=512).sentence()
+    assert "experts stay packed" in said
+    assert "3113 MiB lack; --gpu-memory-utilization 0.95 expands them" in said
+    assert "0.95 expands" not in memory.choice_of(memory.PUBLISHED_120B, 2, 4096, memory.CARD).sentence()
+
+
+def test_an_a3_has_a_preset_of_sixteen_dies():
+    assert "on sixteen dies" in memory.preset_lines(4096, dies=True)[-1]
+    assert not any("sixteen" in line for line in memory.preset_lines(4096))
 
 
 def test_a_context_beyond_the_models_positions_is_a_failure(model):

@@ -86,11 +86,12 @@ def test_cpu_is_reported_with_its_memory():
     ("device", "state", "phrase"),
     [
         (Device("npu", "Ascend910B3", 8, 64 * GIB, 60 * GIB), "ok", "8 × Ascend910B3 with 64.0 GiB each, 60.0 GiB"),
-        (Device("npu", "Ascend910B3", 1, 4 * GIB, 4 * GIB, True), "ok", "an emulated Ascend 910B"),
-        (Device("npu", "Ascend910_9391", 16, 64 * GIB, 60 * GIB), "warning", "made for the Ascend 910B"),
+        (Device("npu", "Ascend910B3", 1, 4 * GIB, 4 * GIB, True), "ok", "an emulated Ascend910B3"),
+        (Device("npu", "Ascend910_9391", 16, 64 * GIB, 60 * GIB), "ok", "16 × Ascend910_9391"),
+        (Device("npu", "Ascend310P3", 1, 64 * GIB, 60 * GIB), "warning", "made for Ascend 910B (A2) and 910C (A3)"),
     ],
 )
-def test_another_card_than_the_910b_is_a_warning(device, state, phrase):
+def test_another_card_than_a_910b_or_910c_is_a_warning(device, state, phrase):
     only([probe._device_finding("ascend", device)], state, phrase)
 
 
@@ -100,7 +101,7 @@ def test_another_card_than_the_910b_is_a_warning(device, state, phrase):
         ("Ascend910B3", "A2", "ok", ""),
         ("Ascend910B3", "A3", "failed", "`vllm-ascend:v0.23.0`"),
         ("Ascend910_9391", "A2", "failed", "`vllm-ascend:v0.23.0-a3`"),
-        ("Ascend910_9391", "A3", "warning", "made for the Ascend 910B"),
+        ("Ascend910_9391", "A3", "ok", ""),
     ],
 )
 def test_a_vllm_ascend_for_another_card_is_named(card, built, state, phrase, monkeypatch, tmp_path):

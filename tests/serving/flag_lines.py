@@ -129,6 +129,8 @@ SSSS | --tokenizer-mode slow
 SSSS | --tokenizer-mode mistral
 SSSS | --additional-config '{"enable_weight_nz_layout": true}'
 SRRS | --additional-config '{"dynamic_eplb": true}'
+SRRS | --additional-config '{"eplb_config": {"dynamic_eplb": true}}'
+SRRS | --additional-config '{"xlite_graph_config": {"enabled": true}}'
 SRRS | --additional-config '{"torchair_graph_config": {"enabled": true}}'
 SSSS | --served-model-name openai/gpt-oss-20b gpt-oss-20b --api-key token --host 0.0.0.0
 SSSS | --api-server-count 2

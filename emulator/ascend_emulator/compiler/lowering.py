@@ -1,4 +1,4 @@
-"""Lowers a Triton kernel to linalg with triton-ascend's front end and its options for a 910B."""
+"""Lowers a Triton kernel to linalg with triton-ascend's front end and its options for the emulated card."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from subprocess import CalledProcessError
 from typing import Any
 
+from ascend_emulator import cards, settings
 from ascend_emulator.compiler.tools import CompilerError, tools
 
-TARGET = "Ascend910B3"
 READ = 0  # triton-ascend's kind of a tensor; 1: written, 2: both
 
 
@@ -37,6 +37,11 @@ class Program:
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.constants)})"
 
 
+def target() -> str:
+    """The card that kernels are compiled for."""
+    return settings.text("SOC", cards.DEFAULT.soc)
+
+
 def lower(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Program:
     """Lowers a `triton.jit` function. Raises CompilerError when the front end refuses it."""
     tools()
@@ -46,14 +51,13 @@ def lower(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -
     from triton.compiler.compiler import make_backend
     from triton.compiler.errors import CompilationError
 
-    target = GPUTarget("npu", TARGET, 0)
-    backend = make_backend(target)
+    backend = make_backend(card := GPUTarget("npu", target(), 0))
     options = backend.parse_options({})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     source = ASTSource(kernel, dict(types), dict(constants))
-    metadata = {"target": target, **vars(options)}
+    metadata = {"target": card, **vars(options)}
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options)
     try:

@@ -1,4 +1,4 @@
-"""Compiles a kernel for a 910B with `bishengir-compile`: HFusion, HIVM, and the plan of the on-chip memory.
+"""Compiles a kernel for the emulated card with `bishengir-compile`: HFusion, HIVM, and the plan of the on-chip memory.
 
 Without CANN it stops before `hivmc`, which makes the machine code. By then the kernel consists of the card's operations
 and its buffers have places. docs/verify.md explains the missing step.
@@ -11,12 +11,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from ascend_emulator.compiler.lowering import TARGET, Program
+from ascend_emulator.compiler.lowering import Program, target
 from ascend_emulator.compiler.tools import CompilerError, run, tools
 
 # triton-ascend's options (backends/ascend/compiler.py, linalg_to_bin_enable_npu_compile_A2_A3)
 OPTIONS = (
-    f"--target={TARGET}",
     "--enable-auto-multi-buffer=True",
     "--enable-auto-bind-sub-block=True",
     "--enable-hfusion-compile=true",
@@ -50,10 +49,12 @@ class Plan:
     scalar: int
 
 
-def plan(program: Program) -> Plan:
-    """Compiles the program. Raises CompilerError if the compiler itself does not run."""
+def plan(program: Program, card: str = "") -> Plan:
+    """Compiles the program for a card, by default the emulated one. Raises CompilerError if that does not run."""
     text = re.sub(r', mix_mode\s*=\s*"[^"]*"', "", program.linalg)  # triton-ascend removes it, too
-    done = run(tools().compile, text, (*OPTIONS, "--mlir-print-ir-after=hivm-plan-memory"))
+    done = run(
+        tools().compile, text, (f"--target={card or target()}", *OPTIONS, "--mlir-print-ir-after=hivm-plan-memory")
+    )
     if "Unknown command line argument" in done.said:
         raise CompilerError(f"bishengir-compile is not ascendnpu-ir 1.2.0's: {done.said.strip().splitlines()[0]}")
     if done.status and STOPPED not in done.said:

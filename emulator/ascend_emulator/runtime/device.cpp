@@ -1,4 +1,4 @@
-// Devices, contexts, properties and version: an Ascend 910B3 with the CANN version of ASCEND_EMULATOR_CANN.
+// Devices, contexts, properties and version: the card of ASCEND_EMULATOR_SOC with the CANN version of ASCEND_EMULATOR_CANN.
 #include "machine.h"
 
 #include <cstdio>
@@ -55,7 +55,7 @@ aclError aclrtGetCurrentContext(aclrtContext *context) {
   return ok;
 }
 aclError aclrtSetCurrentContext(aclrtContext context) { return aclrtSetDevice((int)((char *)context - contexts)); }
-const char *aclrtGetSocName() { return "Ascend910B3"; }
+const char *aclrtGetSocName() { return setting("SOC", "Ascend910B3"); }
 aclError aclrtGetRunMode(aclrtRunMode *mode) { *mode = ACL_HOST; return ok; }
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion *version) {
   // torch_npu parses 8.3.RC1, 8.5.0
@@ -65,8 +65,9 @@ aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion *version
 }
 aclError aclsysGetVersionStr(char *, char *version) { strcpy(version, setting("CANN_SAYS", "8.3.RC1")); return ok; }
 aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t *value) {
-  if (info == ACL_DEVICE_INFO_AI_CORE_NUM) *value = 20;
-  else if (info == ACL_DEVICE_INFO_VECTOR_CORE_NUM) *value = 40;
+  int cubes = atoi(setting("CUBES", "20"));
+  if (info == ACL_DEVICE_INFO_AI_CORE_NUM) *value = cubes;
+  else if (info == ACL_DEVICE_INFO_VECTOR_CORE_NUM) *value = 2 * cubes;
   else if (info == ACL_DEVICE_INFO_L2_SIZE) *value = 192 << 20;
   else return fail(invalid_parameter, "an unknown device property");
   return ok;

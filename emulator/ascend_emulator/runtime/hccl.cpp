@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <unistd.h>
 
 #include "acl/acl.h"
@@ -83,6 +85,16 @@ int all_to_all(Communicator *c, const char *source, const std::vector<uint64_t> 
   return wrong.empty() ? 0 : fail(HCCL_E_PARA, wrong);
 }
 
+// Those of this process, for kernels that communicate (ops/moe_distribute.py).
+std::mutex names_mutex;
+std::map<std::string, Communicator *> names;
+
+Communicator *named(const char *name) {
+  std::lock_guard<std::mutex> lock(names_mutex);
+  auto found = names.find(name);
+  return found == names.end() ? nullptr : found->second;
+}
+
 // What a communicator takes of its device: a buffer to send and one to receive, each of the size that it was made with,
 // which counts before HCCL_BUFFSIZE (CANN's page on that variable). Here it is counted only: slots are shared memory.
 HcclResult make(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, uint32_t megabytes, HcclComm *result) {
@@ -92,6 +104,8 @@ HcclResult make(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, uint32_
   if (reserve(communicator->reserved)) return HCCL_E_MEMORY;
   trace("\"event\": \"communicator\", \"ranks\": " + std::to_string(ranks) + ", \"bytes\": " + std::to_string(communicator->reserved));
   if (!communicator->open()) return HCCL_E_SYSCALL;
+  std::lock_guard<std::mutex> lock(names_mutex);
+  names[communicator->name.substr(1)] = communicator;
   *result = communicator;
   return HCCL_SUCCESS;
 }
@@ -126,6 +140,8 @@ HcclResult HcclCommDestroy(HcclComm comm) {
   auto communicator = (Communicator *)comm;
   if (current_device() >= 0) reserve(-communicator->reserved);
   communicator->reserved = 0;
+  std::lock_guard<std::mutex> lock(names_mutex);
+  names.erase(communicator->name.substr(1));
   return HCCL_SUCCESS;
 }
 HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
@@ -255,6 +271,20 @@ HcclResult HcclBatchSendRecv(HcclSendRecvItemDef *items, uint32_t count, HcclCom
         if (int code = c->receive(item.buf, item.count * size_of(item.dataType), item.remoteRank)) return code;
     return 0;
   }, apart);
+}
+int emulator_group(const char *name, uint32_t *ranks, uint32_t *rank, uint64_t *window) {
+  Communicator *c = named(name);
+  if (c) *ranks = c->ranks, *rank = c->rank, *window = c->reserved / 2;
+  return c != nullptr;
+}
+int emulator_gather(const char *name, const char *what, const void *mine, uint64_t bytes, void *all) {
+  Communicator *c = named(name);
+  if (!c) return fail(HCCL_E_PARA, std::string("no communicator ") + name);
+  if (int code = c->agree(std::string(what) + " of " + std::to_string(bytes) + " bytes")) return code;
+  return exchange(c, (const char *)mine, bytes, [=](size_t done, size_t part) {
+    for (uint32_t r = 0; r < c->ranks; r++) memcpy((char *)all + r * bytes + done, c->slot_of(r), part);
+    return 0;
+  });
 }
 HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;

@@ -1,6 +1,7 @@
 """`python collectives.py RANKS`: every collective on RANKS processes; prints `OK n` or the differences.
 
 `python collectives.py RANKS apart`: mismatched ranks: different sizes, then rank 0 reduces while others broadcast.
+`python collectives.py RANKS experts`: dispatch to experts and combine, and what they refuse.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch_npu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
@@ -149,12 +151,85 @@ def apart(rank: int, ranks: int) -> dict[str, bool]:
     return {**found, "refused": False}
 
 
+EXPERTS, HIDDEN, CHOICES = 16, 1024, 4  # an A3 takes no narrower rows
+
+
+def through_experts(
+    rank: int, ranks: int, rows: int, active: int, *, shared: int = 0, cumulative: bool = True, captured: bool = False
+) -> bool:
+    """Rows travel to experts that multiply with their number + 1, and come back: exactly the weighted sum."""
+    group = dist.new_group(range(ranks))
+    random = torch.Generator().manual_seed(rows * ranks + rank)
+    x = torch.randn(rows, HIDDEN, generator=random).bfloat16()
+    ids = torch.rand(rows, EXPERTS, generator=random).topk(CHOICES).indices.int()
+    scales = torch.rand(rows, CHOICES, generator=random)
+    mask = torch.arange(rows) < active
+    local = EXPERTS // ranks
+    common = {
+        "group_ep": group._get_backend(torch.device("npu")).get_hccl_comm_name(rank),
+        "ep_world_size": ranks,
+        "ep_rank_id": rank,
+        "moe_expert_num": EXPERTS,
+        "global_bs": shared,
+        "x_active_mask": None if shared else mask.npu(),
+    }
+    given, chosen, weights = x.npu(), ids.npu(), scales.npu()
+
+    def step() -> torch.Tensor:
+        came, _, places, numbers, received, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(
+            x=given, expert_ids=chosen, expert_token_nums_type=int(not cumulative), **common
+        )
+        ends = numbers if cumulative else numbers.cumsum(0)
+        expert = torch.bucketize(torch.arange(len(came), device="npu"), ends, right=True) + rank * local
+        came = (came.float() * (expert + 1)[:, None]).bfloat16()
+        return torch_npu.npu_moe_distribute_combine_v2(
+            expand_x=came,
+            expert_ids=chosen,
+            assist_info_for_combine=places,
+            ep_send_counts=received,
+            expert_scales=weights,
+            **common,
+        )
+
+    if captured:
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            out = step()
+        given.copy_(torch.randn(rows, HIDDEN, generator=random).bfloat16())
+        graph.replay()
+        x = given.cpu()
+    else:
+        out = step()
+    expected = torch.zeros(rows, HIDDEN)
+    for choice in range(CHOICES):
+        rowwise = (x.float() * (ids[:, choice, None] + 1)).bfloat16()
+        expected += rowwise.float() * scales[:, choice, None]
+    last = rows if shared else active
+    same = torch.equal(out.cpu()[:last], expected.bfloat16()[:last])
+    return same and (bool(shared) or bool(out.cpu()[last:].isnan().all()))
+
+
+def experts(rank: int, ranks: int) -> dict[str, bool]:
+    found = {
+        "all rows": through_experts(rank, ranks, 5, 5),
+        "some rows, none on the last rank": through_experts(rank, ranks, 6, rank != ranks - 1 and rank + 1),
+        "counts": through_experts(rank, ranks, 3, 3, cumulative=False),
+        "unequal ranks": through_experts(rank, ranks, 1 + rank, 1 + rank, shared=ranks * ranks),
+        "in a graph": through_experts(rank, ranks, 4, 3, captured=True),
+    }
+    text = refusal(lambda: through_experts(rank, ranks, 2 + rank, 1))
+    found["unequal ranks unsaid"] = "do not meet" in text
+    return found
+
+
 def work(rank: int, ranks: int, store: str, queue: mp.Queue, how: str) -> None:
     torch.npu.set_device(rank)
     dist.init_process_group("hccl", init_method=store, rank=rank, world_size=ranks)
     found = {}
     if how == "apart":
         found = apart(rank, ranks)
+    elif how == "experts":
+        found = experts(rank, ranks)
     else:
         for dtype in DTYPES:
             found |= exchange(rank, ranks, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ascend_emulator.context import use
+from ascend_emulator.context import Group, use
 from ascend_emulator.ops import OPS
 from ascend_emulator.rules import ContractError, NotEmulatedError
 
@@ -244,53 +244,124 @@ def test_R63_compute_expert_tokens(ids):
         expert_tokens(ids, 4)
 
 
+def across(name: str, rows=4, hidden=2880, choices=4, scales=torch.float32, **extra):
+    """Calls dispatch or combine as one of 16 ranks of 128 experts."""
+    ids = torch.zeros(rows, choices, dtype=torch.int32)
+    group = {"group_ep": "ep", "ep_world_size": 16, "ep_rank_id": 0, "moe_expert_num": 128, **extra}
+    x, weights = torch.zeros(rows, hidden).bfloat16(), torch.zeros(rows, choices, dtype=scales)
+    if "dispatch" in name:
+        return OPS[f"npu::npu_moe_distribute_{name}"](x, ids, expert_scales=weights, **group)
+    counts = torch.zeros(16, dtype=torch.int32)
+    return OPS[f"npu::npu_moe_distribute_{name}"](x, ids, counts, counts, weights, **group)
+
+
+KINDS = ("dispatch_v2", "combine_v2", "dispatch", "combine")
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"ep_world_size": 12}, "multiple of 8"),
-        ({"ep_world_size": 264}, "up to 256"),
         ({"rows": 257}, "256"),
+        ({"rows": 0}, "1 to 256"),
         ({"hidden": 7200}, "7168"),
         ({"hidden": 2890}, "32"),
         ({"choices": 17}, "16"),
         ({"moe_expert_num": 400}, "24"),
+        ({"moe_expert_num": 520}, "512"),
+        ({"moe_expert_num": 127}, "shared out evenly"),
+        ({"ep_rank_id": 16}, "epRankId"),
         ({"shared_expert_rank_num": 1}, "shared"),
         ({"expert_shard_type": 1}, "shared"),
-        ({"group_tp": "tp"}, "tensor-parallel"),
-        ({"tp_world_size": 2}, "tensor-parallel"),
+        ({"group_tp": "tp"}, "TP domain"),
+        ({"tp_world_size": 2}, "TP domain"),
         ({"scales": torch.bfloat16}, "float32"),
-        ({"comm_alg": "hierarchy", "ep_world_size": 20}, "multiple of 8"),
+        ({"global_bs": 60}, "globalBs"),
+        ({"x_active_mask": torch.ones(3, dtype=torch.bool)}, "4 rows"),
+        ({"x_active_mask": torch.ones(4, dtype=torch.bool), "global_bs": 128}, "unequal rows"),
     ],
     ids=lambda c: next(iter(c)) if isinstance(c, dict) else None,
 )
 def test_R65_dispatch_and_combine_across_ranks(changes, word):
-    def call(name: str, rows=4, hidden=2880, choices=4, scales=torch.float32, **extra):
-        ids = torch.zeros(rows, choices, dtype=torch.int32)
-        group = {"group_ep": "ep", "ep_world_size": 16, "ep_rank_id": 0, "moe_expert_num": 128, **extra}
-        x, weights = torch.zeros(rows, hidden).bfloat16(), torch.zeros(rows, choices, dtype=scales)
-        if "dispatch" in name:
-            return OPS[name](x, ids, expert_scales=weights, **group)
-        counts = torch.zeros(16, dtype=torch.int32)
-        return OPS[name](x, ids, counts, counts, weights, **group)
-
-    for kind in ("dispatch_v2", "combine_v2", *(() if "comm_alg" in changes else ("dispatch", "combine"))):
+    for kind in KINDS:
         with rejects(65, word):
-            call(f"npu::npu_moe_distribute_{kind}", **changes)
+            across(kind, **changes)
         for legal in ({}, {"rows": 256, "hidden": 7168, "choices": 16, "moe_expert_num": 384}):
             with pytest.raises(NotEmulatedError):
-                call(f"npu::npu_moe_distribute_{kind}", **legal)
-    for kind in ("dispatch_v2", "combine_v2"):
+                across(kind, **legal)
+    for kind in KINDS[:2]:
         with pytest.raises(NotEmulatedError):  # no limit of experts on a rank
-            call(f"npu::npu_moe_distribute_{kind}", moe_expert_num=512, comm_alg="hierarchy", hidden=10240)
+            across(kind, moe_expert_num=512, comm_alg="hierarchy", hidden=10240)
     x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
     with pytest.raises(NotEmulatedError):  # dispatch may go without scales
         OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", 16, 0, 128)
 
 
 @pytest.mark.parametrize(
+    ("cann", "card", "more", "taken", "refused"),
+    [
+        ("8.3.rc1", "A2", {}, (16, 256), (1, 2, 12, 264)),
+        ("8.5", "A2", {}, (16,), (4, 384)),
+        ("9.1", "A2", {}, (1, 2, 8, 16, 384), (12, 392)),
+        ("9.1", "A2", {"comm_alg": "hierarchy", "rows": 512}, (16, 64), (72, 384)),
+        ("8.3.rc1", "A3", {"rows": 512}, (2, 3, 768), (1, 769)),
+        ("9.1", "A3", {"rows": 512}, (2, 16, 768), (1, 776)),
+    ],
+)
+def test_R65_each_card_and_release_takes_its_own_ranks(cann, card, more, taken, refused):
+    with use(cann=cann, card=card):
+        for kind in KINDS[:2]:
+            for ranks in taken:
+                with pytest.raises(NotEmulatedError):
+                    across(kind, **{"ep_world_size": ranks, "moe_expert_num": ranks, **more})
+            for ranks in refused:
+                with rejects(65, "epWorldSize", f"got {ranks} on an {card}"):
+                    across(kind, **{"ep_world_size": ranks, "moe_expert_num": ranks, **more})
+
+
+def test_R65_an_a3_takes_no_narrow_rows_and_more_of_the_rest():
+    with use(card="A3"):
+        for hidden in (1000, 8224):
+            with rejects(65, "1024 to 8192"):
+                across("dispatch_v2", hidden=hidden)
+        for legal in ({"hidden": 8000}, {"moe_expert_num": 1024}, {"group_tp": "tp", "tp_world_size": 1}):
+            with pytest.raises(NotEmulatedError):
+                across("dispatch_v2", **legal)
+
+
+@pytest.mark.parametrize(
     ("ranks", "more", "documented"), [(8, {}, "16 to 256"), (24, {"comm_alg": "hierarchy"}, "16, 32 or 64")]
 )
 def test_R65_the_tiling_takes_undocumented_rank_counts(ranks, more, documented):
-    x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
     with notes(65, documented, f"the tiling takes {ranks}"), pytest.raises(NotEmulatedError):
-        OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", ranks, 0, 128, **more)
+        across("dispatch_v2", ep_world_size=ranks, moe_expert_num=5 * ranks, **more)
+
+
+def machine_of(ranks: int, window: int):
+    """A group of which this is rank 0; nobody else is there."""
+    return lambda name: Group(ranks, 0, window << 20, lambda what, tensor: [tensor] * ranks) if name == "ep" else None
+
+
+def test_R65_the_group_is_the_one_that_is_named():
+    with use(card="A3", execute=False, group=machine_of(16, 200)):
+        across("dispatch_v2")
+        for wrong in ({"group_ep": "pe"}, {"ep_world_size": 8}, {"ep_rank_id": 1}):
+            with rejects(65):
+                across("dispatch_v2", **wrong)
+
+
+# of gpt-oss-120b by eight ranks of 256 rows on an A3 396 MiB, which its error rounds up; by sixteen on an A2 184
+@pytest.mark.parametrize(("cann", "by"), [("8.3.rc1", "variable"), ("9.1", "group")])
+def test_R94_the_buffer_holds_what_dispatch_may_send(cann, by, monkeypatch):
+    def call(megabytes: int, ranks: int, **more):
+        monkeypatch.setenv("HCCL_BUFFSIZE", str(megabytes if by == "variable" else 1))
+        with use(cann=cann, execute=False, group=machine_of(ranks, megabytes if by == "group" else 1), **more):
+            return across("dispatch_v2", rows=256, ep_world_size=ranks)
+
+    with rejects(94, "HCCL_BUFFSIZE is too SMALL", "NEEDED_HCCL_BUFFSIZE = 397MB, HCCL_BUFFSIZE=395MB"):
+        call(395, 8, card="A3")
+    assert call(396, 8, card="A3")[0].shape == (256 * 8 * 4, 2880)
+    with rejects(94):  # an A2 raises nothing and writes past the end
+        call(183, 16)
+    with use(strict=False), leaves_undefined(94):
+        call(183, 16, strict=False)
+    call(184, 16)

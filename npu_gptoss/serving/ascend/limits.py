@@ -28,6 +28,9 @@ OPTIONS = {
     "dynamic_eplb": "experts do not move between ranks",
     "expert_map_path": "experts are placed in order",
     "expert_map_record_path": "experts do not move between ranks",
+    "eplb_config.dynamic_eplb": "experts do not move between ranks",
+    "eplb_config.expert_map_path": "experts are placed in order",
+    "xlite_graph_config.enabled": "its graphs are made for other models, and need a package of their own",
     "init_redundancy_expert": "each expert lives on one rank",
     "enable_shared_expert_dp": "there are no shared experts",
 }
@@ -35,6 +38,7 @@ VARIABLES = {
     "VLLM_ASCEND_ENABLE_FLASHCOMM": "sequence parallelism is not supported",
     "VLLM_ASCEND_ENABLE_FLASHCOMM1": "sequence parallelism is not supported",
     "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "it looks for weights of other models",
+    "VLLM_USE_V2_MODEL_RUNNER": "vllm-ascend keeps its first model runner here, but asks for parts of the second",
 }
 SEQUENCES = "pass_config.enable_sequence_parallelism"
 _ON = ("1", "true", "True")

@@ -14,7 +14,7 @@ from npu_gptoss.graphs import buckets
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
 
-STREAMS = 1984  # of an A2 or A3 device, from CANN's documents; all its processes share them
+STREAMS = 1984  # of an A2 or A3 device, from CANN 8.3's documents; all its processes share them
 BUDGET = 1800  # streams that vllm-ascend 0.11.0 gives to graphs
 
 

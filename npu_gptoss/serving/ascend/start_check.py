@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,12 @@ import torch
 
 from npu_gptoss.attention import ascend, paged_call
 from npu_gptoss.attention.operations import PAGED
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.kernels import SelectedKernel, select_kernel
+from npu_gptoss.model import device_memory
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, ROUTE, experts_call, route_call
+from npu_gptoss.nominal import kind_of
+from npu_gptoss.serving.releases.ascend import mc2_rows
 from npu_gptoss.serving.releases.vllm import expert_share
 from npu_gptoss.verify.compare import Result
 from npu_gptoss.verify.depth import Depth, Rank
@@ -52,7 +56,9 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
                 "request of two rows, which keeps heads apart: correct but slower. A newer CANN may have it repaired.",
                 wrong[0].suspect,
             )
-            Record.of().remember(stack(), way_round="decode calls carry one more request of two rows (merged heads)")
+            Record.of().remember(
+                stack(name_of(device)), way_round="decode calls carry one more request of two rows (merged heads)"
+            )
             return
         wrong = still
     _refuse("attention computes", wrong, PAGED.name)
@@ -64,12 +70,35 @@ def _wrong(found: Iterable[Result]) -> list[Result]:
 
 def rest(config: VllmConfig, device: torch.device) -> None:
     """Checks everything except attention, in this rank's sizes, before weights take the memory. Raises InputError."""
+    dispatch(config, device)
     with torch.inference_mode():  # as in a server
         routed(_rank(config, device))
         around(_rank(config, device))
     torch.npu.empty_cache()
     if device.index in (None, 0):
-        tell_what_was_seen()
+        tell_what_was_seen(device)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.npu.get_device_name(device)
+
+
+def dispatch(config: VllmConfig, device: torch.device) -> None:
+    """Raises InputError where an A3 cannot send rows to experts: CANN would end the profile run with 561002."""
+    parallel, model = config.parallel_config, config.model_config.hf_config
+    if not parallel.enable_expert_parallel or kind_of(name_of(device)) != "A3":
+        return
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if ranks < 2:
+        why = "an A3 sends rows to experts between 2 and 768 dies"
+        raise InputError(Refusal("--enable-expert-parallel", f"on {ranks} die", why, "leave it out"))
+    rows = mc2_rows(config)
+    sizes = (model.hidden_size, model.num_local_experts, model.num_experts_per_tok)
+    needed, given = device_memory.mc2_buffsize(*sizes, rows), device_memory.buffsize(os.environ)
+    if needed > given:
+        why = f"on an A3 {ranks} ranks send each other up to {rows} rows each, which takes {needed} MB"
+        remedy = f"set HCCL_BUFFSIZE={needed} on all ranks, or lower --max-num-seqs"
+        raise InputError(Refusal("HCCL_BUFFSIZE", given, why, remedy))
 
 
 def _rank(config: VllmConfig, device: torch.device) -> Rank:
@@ -113,9 +142,9 @@ def around(rank: Rank) -> None:
     _refuse("projections or norms compute", _wrong(dense.results(rank, Depth.START)))
 
 
-def tell_what_was_seen() -> None:
+def tell_what_was_seen(device: torch.device) -> None:
     """Logs one line if the doctor never tested this CANN here, or found wrong results."""
-    here = stack()
+    here = stack(name_of(device))
     seen = Record.of().read().get(here)
     if seen is None or not seen.tests:
         logger.warning(

@@ -114,6 +114,12 @@ def comm_method() -> Any:
     return get_forward_context().moe_comm_method
 
 
+def written(rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Zeroes, in place, rows that MC2 does not write: a graph's padding. Old memory may hold NaN there, and the next
+    layer's routing would read it. mask: [rows] bool, True for written rows; None: all are written."""
+    return rows if mask is None else rows.masked_fill_(mask.logical_not()[:, None], 0)
+
+
 def dispatch(
     method: Any,
     x: torch.Tensor,
@@ -128,7 +134,7 @@ def dispatch(
     )
 
     def combine(rows: torch.Tensor) -> torch.Tensor:
-        return method.token_dispatcher.token_combine(hidden_states=rows)
+        return written(method.token_dispatcher.token_combine(hidden_states=rows), method.mc2_mask)
 
     return given["hidden_states"], given["group_list"], given["group_list_type"], combine
 
@@ -136,6 +142,13 @@ def dispatch(
 def experts_result(hidden_states: torch.Tensor) -> torch.Tensor:
     """Converts to the type that the layer expects from `apply`."""
     return hidden_states
+
+
+def mc2_rows(config: Any) -> int:
+    """Returns how many rows a rank sends to experts at once by MC2, at most (_init_mc2_tokens_capacity)."""
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    most = sizes[0] if sizes else min(config.scheduler_config.max_num_seqs, 512)
+    return -(-most // config.parallel_config.tensor_parallel_size)
 
 
 def capture_piecewise(config: Any) -> None:

@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.releases.ascend_0_11 import STAYED, STAYED_SEAMS, decode_rows, forget_calls  # noqa: F401
+from npu_gptoss.serving.releases.ascend_0_11 import (  # noqa: F401
+    STAYED,
+    STAYED_SEAMS,
+    decode_rows,
+    forget_calls,
+    written,
+)
 from npu_gptoss.serving.releases.vllm_0_33 import empty_step  # noqa: F401
 
 if TYPE_CHECKING:
@@ -107,7 +113,9 @@ def dispatch(
     given = dispatcher.token_dispatch(token_dispatch_input=build_token_dispatch_input(fused_experts_input=asked))
 
     def combine(rows: torch.Tensor) -> torch.Tensor:
-        return dispatcher.token_combine(hidden_states=rows, combine_metadata=given.combine_metadata)
+        kept = given.combine_metadata
+        rows = dispatcher.token_combine(hidden_states=rows, combine_metadata=kept)
+        return written(rows, getattr(kept, "mc2_mask", None))  # of MC2 only
 
     return given.hidden_states, given.group_list, given.group_list_type, combine
 
@@ -117,6 +125,14 @@ def experts_result(hidden_states: torch.Tensor) -> Any:
     from vllm_ascend.ops.fused_moe.moe_comm_method import FusedExpertsResult
 
     return FusedExpertsResult(routed_out=hidden_states)
+
+
+def mc2_rows(config: Any) -> int:
+    """Returns how many rows a rank sends to experts at once by MC2, at most (vllm-ascend's set_mc2_tokens_capacity)."""
+    most = config.compilation_config.max_cudagraph_capture_size or config.scheduler_config.max_num_seqs
+    if (config.additional_config or {}).get("enable_prefill_mc2"):
+        most = config.scheduler_config.max_num_batched_tokens
+    return min(-(-most // config.parallel_config.tensor_parallel_size), 512)
 
 
 def capture_piecewise(config: Any) -> None:

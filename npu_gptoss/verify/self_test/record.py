@@ -21,17 +21,17 @@ from npu_gptoss.files import cache_directory, write_atomically
 FILE = "self-tests.json"
 
 
-def stack(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str:
-    """The stack that results hold for, in words: CANN, driver, torch-npu and this package."""
+def stack(card: str, environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str:
+    """The stack that results hold for, in words: CANN, the card by its driver's name, torch-npu and this package."""
     toolkit, _ = cann.find_toolkit(environ, root)
     found = cann.toolkit_version(toolkit) if toolkit else ""
     try:
         torch_npu = version("torch-npu")
     except PackageNotFoundError:
         torch_npu = "none"
-    device = f"driver {cann.driver_version(root) or 'unknown'}"
+    device = f"{card}, driver {cann.driver_version(root) or 'unknown'}"
     if environ.get("ASCEND_EMULATOR", "") not in ("", "0"):
-        device = " with ".join(filter(None, ("the emulated 910B", environ.get("ASCEND_EMULATOR_DEFECTS", ""))))
+        device = " with ".join(filter(None, (f"an emulated {card}", environ.get("ASCEND_EMULATOR_DEFECTS", ""))))
     return f"CANN {found or 'unknown'} ({device}, torch-npu {torch_npu}, npu-gptoss {__version__})"
 
 

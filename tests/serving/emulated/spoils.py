@@ -223,6 +223,11 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "updates_refused": [("torch.npu", "graph_task_update_begin", refusing(1))],
     "update_of_the_second_layer_refused": [("torch.npu", "graph_task_update_begin", refusing(2))],
     "without_triton": WITHOUT_TRITON,
+    # rows that MC2 does not write keep old memory
+    "combine_not_zeroed": [
+        ("npu_gptoss.serving.releases.ascend_0_23", "written", lambda right: lambda rows, mask: rows)
+    ],
+    "dispatch_unchecked": [(START, "dispatch", returning(None))],
     "without_triton_unchecked": [
         *WITHOUT_TRITON,
         ("npu_gptoss.serving.ascend.limits", "triton_objection", returning(None)),

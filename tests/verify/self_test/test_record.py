@@ -8,6 +8,7 @@ import pytest
 
 from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import failed, not_applicable, ok, warning
+from npu_gptoss.doctor.machine import Device
 from npu_gptoss.doctor.record import remembered
 from npu_gptoss.serving.ascend import start_check
 from npu_gptoss.verify.self_test.record import FILE, Record, stack
@@ -30,6 +31,14 @@ def test_results_of_one_cann_do_not_count_for_the_next(tmp_path):
     only(remembered(installed(tmp_path, "8.3.RC1"), []), "ok", "tested whole on 20")
     finding = only(remembered(installed(tmp_path, "8.5.0"), []), "warning", "CANN 8.5.0", "never tested whole")
     assert any("seen before: CANN 8.3.RC1" in detail and "all right" in detail for detail in finding.details)
+
+
+def test_results_of_one_card_do_not_count_for_another_of_one_home(tmp_path):
+    here = installed(tmp_path, "8.3.RC1")
+    a2, a3 = (Device("npu", name, 8, 64, 64) for name in ("Ascend910B3", "Ascend910_9391"))
+    only(remembered(here, ALL_RIGHT, [a2]), "ok", "(Ascend910B3, driver 25.3.rc1")
+    only(remembered(here, [], [a3]), "warning", "(Ascend910_9391, driver 25.3.rc1", "never tested whole")
+    only(remembered(here, [], [a2]), "ok", "tested whole on 20")
 
 
 @pytest.mark.parametrize("other", ["driver", "emulated"])
@@ -66,7 +75,7 @@ def test_file_of_another_form_is_replaced(text, tmp_path):
     write(tmp_path / f"home/.cache/npu_gptoss/{FILE}", text)
     only(remembered(here, ALL_RIGHT), "ok", "all right")
     assert list(json.loads((tmp_path / f"home/.cache/npu_gptoss/{FILE}").read_text())) == [
-        stack(here.environ, here.root)
+        stack("no card", here.environ, here.root)
     ]
 
 
@@ -82,12 +91,13 @@ def server(tmp_path, monkeypatch, caplog):
     for name in ("HOME", "ASCEND_HOME_PATH"):
         monkeypatch.setenv(name, here.environ[name])
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(start_check, "name_of", lambda device: "Ascend910B3")
 
     def start(**tests):
         if tests:
-            Record.of().remember(stack(), tests=tests, when="2026-11-22")
+            Record.of().remember(stack("Ascend910B3"), tests=tests, when="2026-11-22")
         caplog.clear()
-        start_check.tell_what_was_seen()
+        start_check.tell_what_was_seen(None)
         return caplog.text
 
     return start
@@ -101,7 +111,7 @@ def test_server_warns_of_an_untested_cann_and_is_quiet_when_all_was_right(server
 
 
 def test_workaround_is_kept_with_results_of_the_doctor(server, tmp_path):
-    Record.of().remember(stack(), way_round="two rows more")
+    Record.of().remember(stack("Ascend910B3"), way_round="two rows more")
     assert "never tested whole" in server(), "a way round is no test"
     server(sink="ok")
     (seen,) = Record.of().read().values()

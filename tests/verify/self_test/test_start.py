@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,3 +101,37 @@ def test_two_rows_are_added_only_where_heads_are_merged_over_tiles(rows, lengths
     assert len(call["query"]) == sum(rows) + extra
     assert call["actual_seq_kvlen"] == [*lengths, *([2] if extra else [])]
     assert torch.allclose(got.float(), step.want(window), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("card", "parallel", "seqs", "buffer", "refused"),
+    [
+        ("Ascend910_9391", (8, 1, True), 256, "", ""),
+        ("Ascend910_9391", (1, 8, True), 256, "", "HCCL_BUFFSIZE"),  # 396 MB
+        ("Ascend910_9391", (1, 8, True), 256, "396", ""),
+        ("Ascend910_9391", (1, 8, True), 256, "395", "HCCL_BUFFSIZE"),
+        ("Ascend910_9391", (1, 1, True), 256, "", "--enable-expert-parallel"),
+        ("Ascend910_9391", (1, 8, False), 256, "", ""),
+        ("Ascend910B3", (1, 8, True), 256, "", ""),
+    ],
+)
+def test_an_a3s_dispatch_needs_two_dies_and_its_buffer(card, parallel, seqs, buffer, refused, monkeypatch):
+    """Of gpt-oss-120b, as CANN's tiling counts."""
+    monkeypatch.setattr(start_check, "name_of", lambda device: card)
+    monkeypatch.setenv("HCCL_BUFFSIZE", buffer)
+    tensor, data, experts = parallel
+    hf = SimpleNamespace(hidden_size=2880, num_local_experts=128, num_experts_per_tok=4)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tensor, data_parallel_size=data, enable_expert_parallel=experts
+        ),
+    )
+    if not refused:
+        start_check.dispatch(config, None)
+        return
+    with pytest.raises(InputError) as caught:
+        start_check.dispatch(config, None)
+    assert caught.value.field == refused
