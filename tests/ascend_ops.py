@@ -17,6 +17,7 @@ from ascend_emulator.ops import OPS
 from ascend_emulator.stacks import CANN
 
 from npu_gptoss.kernels import platform_override
+from npu_gptoss.kernels.platform import OPERATORS
 
 # From CANN 8.5 on (torch-npu 2.7.1.post2).
 SINCE_8_5 = ("npu_clipped_swiglu",)
@@ -71,7 +72,8 @@ def ascend(
     before = sys.modules.get("torch_npu")
     sys.modules["torch_npu"] = module
     try:
-        with platform_override("ascend", frozenset({"torch_npu"})), use(OpContext(cann=cann, **context)):
+        features = frozenset({"torch_npu", *(OPERATORS if cann == "9.1" else ())})  # of the wheel of each line
+        with platform_override("ascend", features), use(OpContext(cann=cann, **context)):
             yield calls
     finally:
         if before is None:

@@ -115,7 +115,10 @@ RULES: dict[int, Rule] = {
         ),
         *_family(
             "moe_routing",
-            (57, "gating_top_k_softmax takes 2-D or 3-D float logits without NaN, k up to the experts and 1024."),
+            (
+                57,
+                "gating_top_k_softmax, also _v2, takes 2-D or 3-D logits without NaN, k up to the experts and 1024.",
+            ),
             (58, "gating_top_k takes 2-D logits without NaN, a bias per expert, 2048 experts, whole groups, renorm 0."),
             (59, "init_routing_v2 on CANN 8.3 takes few of its own defaults.", ONLY_8_3),
             (60, "init_routing takes int32 row and expert indices of one shape."),

@@ -26,6 +26,9 @@ DEVICE_TYPES = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}
 
 # Python modules that kernels may ask for as features.
 FEATURE_MODULES = ("torch_npu", "triton")
+# Operators that not every wheel of torch_npu has, found as text of the file that lists its operators.
+GATING_V2 = "npu_moe_gating_top_k_softmax_v2"
+OPERATORS, LISTED = (GATING_V2,), "op_plugin/meta/_meta_registrations.py"
 TRITON_FOR_ASCEND = "triton_ascend"  # a feature, too: the module `triton`, where it is Triton-Ascend's
 
 Architecture = tuple[int, int] | str  # CUDA's compute capability, or the name of Ascend's SoC
@@ -130,6 +133,14 @@ def _triton_is_for_ascend() -> bool:
     return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "backends/ascend").is_dir()
 
 
+def _operators() -> frozenset[str]:
+    """Of OPERATORS, those that torch_npu lists. Read, because an import of torch_npu takes seconds."""
+    spec = importlib.util.find_spec("torch_npu")
+    listed = Path(spec.origin).parent / LISTED if spec is not None and spec.origin else None
+    text = listed.read_text(encoding="utf-8") if listed is not None and listed.is_file() else ""
+    return frozenset(name for name in OPERATORS if f'"{name}"' in text)
+
+
 def _triton_release() -> str | None:
     """Read from its file: importing triton takes a second, and listing kernels must not."""
     try:
@@ -181,6 +192,8 @@ def detect(root: Path = Path("/")) -> Platform:
     features = frozenset(name for name in FEATURE_MODULES if _installed(name))
     if "triton" in features and _triton_is_for_ascend():
         features |= {TRITON_FOR_ASCEND}
+    if "torch_npu" in features:
+        features |= _operators()
     if envs.get("ASCEND_EMULATOR_FP32"):
         features |= {"emulated_fp32"}
     kind = "ascend" if envs.get("ASCEND_EMULATOR") else envs.get("NPU_GPTOSS_PLATFORM")

@@ -75,8 +75,8 @@ def route(
     """The experts of each token: the `top_k` largest logits, weighted by a softmax over those k in fp32.
 
     router_logits: [tokens, experts]. kernel: of `bind_route`, or the name of a kernel or solution, to override the
-    selection. Returns weights [tokens, top_k] float32, which sum to 1, and ids [tokens, top_k] int64 or int32, largest
-    logit first.
+    selection. Returns weights [tokens, top_k] float32, or rounded once to the dtype of the logits, which sum to 1, and
+    ids [tokens, top_k] int64 or int32, largest logit first.
     """
     if router_logits.dim() != 2 or not 1 <= top_k <= router_logits.shape[1]:
         raise InputError(

@@ -2,7 +2,8 @@
 
 Requirements of the operators (CANN 8.3, from their tiling code; no hardware has confirmed our reading):
 
-* `npu_moe_gating_top_k_softmax`: softmax over all experts, then top-k, so the k weights are renormalised here;
+* `npu_moe_gating_top_k_softmax`: softmax over all experts, then top-k, so the k weights are renormalised here; its
+  `_v2` with `renorm=1` takes the softmax over the k: one launch for four, where the wheel has it (torch-npu 2.10);
 * `npu_moe_init_routing_v2`: most of its defaults are illegal, so all arguments are given; int32 expert ids;
 * `npu_grouped_matmul`: weight [experts, in, out]; with bfloat16 operands the bias is float32, so it is converted once
   at load (upstream casts it in every call);
@@ -19,7 +20,8 @@ import torch
 
 from npu_gptoss import cann
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import ANY, ASCEND, EMULATED_FP32, TRITON_ASCEND, Priority, accepts, register_kernel
+from npu_gptoss.kernels import ANY, ASCEND, EMULATED_FP32, TRITON_ASCEND, Capability, Priority, accepts, register_kernel
+from npu_gptoss.kernels.platform import GATING_V2
 from npu_gptoss.moe.activation import ALPHA, SWIGLUOAI
 from npu_gptoss.moe.expert_format import GROUP_COUNTS, arrange, grouped_matmul
 from npu_gptoss.moe.operations import EXPERTS, ROUTE
@@ -198,11 +200,10 @@ def grouped_mlp(
     return grouped_matmul(activated, experts.down_proj, experts.down_proj_bias, group_list, group_list_type)
 
 
-def finite_first_rows(rows: torch.Tensor) -> None:
-    """Makes numbers of the first two rows, in place. Rows that belong to other ranks are all read there (as row 0 here,
-    as row 1 by vllm-ascend) and weighted with zero; when no token came to this rank the row was never computed, and
-    zero times what memory held may be NaN."""
-    rows[:2].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+def finite_first_row(rows: torch.Tensor) -> None:
+    """Makes numbers of the first row, in place. Rows that belong to other ranks are all read there and weighted with
+    zero; when no token came to this rank the row was never computed, and zero times what memory held may be NaN."""
+    rows[:1].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @register_kernel(
@@ -219,6 +220,25 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     # softmax over all, divided by the sum over the k, is the softmax over the k
     weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(logits.float(), None, k=top_k)
     return weights / weights.sum(-1, keepdim=True), ids
+
+
+@register_kernel(
+    ROUTE,
+    name=f"{ROUTE.name}.ascend_one_launch",
+    solution="ascend",
+    capability=Capability.of("ascend", features=("torch_npu", GATING_V2)),
+    signatures=(accepts(logits=("bfloat16", "float32")),),
+    priority=Priority.PERFORMANT + 1,
+)
+def route_in_one_launch(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_moe_gating_top_k_softmax_v2: computed in fp32 and rounded once, to the dtype of the logits.
+
+    openai/gpt-oss and transformers round the weights to bfloat16, too.
+    """
+    import torch_npu
+
+    weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(logits, k=top_k, renorm=1)
+    return weights, ids
 
 
 @register_kernel(
@@ -263,7 +283,7 @@ def expert_mlp(
     if not weights.all_local:
         # The index of other ranks' rows is -1, which the sum would read as an address: they become the first row, which
         # counts nothing.
-        finite_first_rows(down)
+        finite_first_row(down)
         topk_weights = topk_weights * (row_index >= 0).view_as(topk_weights)
         row_index = row_index.clamp(min=0)
     return torch_npu.npu_moe_token_unpermute(down, row_index, probs=topk_weights)

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_gptoss.kernels import ANY, KernelSpec, Operation
+from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.verify.cases import Inputs, widened
 from npu_gptoss.verify.compare import Outputs, Verdict, compare
 from npu_gptoss.verify.mutations import Definition, Mutation, mutations_of
 from npu_gptoss.verify.tolerances import tolerance
+
+OWN = "own"  # precision of an output
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Check:
     """The check of one operation, or of one function that is no operation, by its name.
 
     calls: makes the calls of a kernel. run: calls the kernel of that name through the public op, on the device.
-    precisions: of each output, by default the call's. defined: None is the reference kernel in float32. sizes: the base
-    of `Tolerance.of_size`.
+    precisions: of each output, by default the call's; OWN: of the dtype in which it came. defined: None is the
+    reference kernel in float32. sizes: the base of `Tolerance.of_size`.
     """
 
     of: Operation | str
@@ -94,7 +97,9 @@ class Check:
         return self.definition(inputs), self.sizes(inputs) if self.sizes and precision == "bfloat16" else None
 
     def judge(self, got: Outputs, want: Outputs, precision: str, sizes: Outputs | None) -> Verdict:
-        limits = {name: tolerance(self.name, name, self.precisions.get(name) or precision) for name in want}
+        asked = {name: self.precisions.get(name) or precision for name in want}
+        asked |= {name: dtype_name(got[name].dtype) for name, each in asked.items() if each == OWN and name in got}
+        limits = {name: tolerance(self.name, name, each) for name, each in asked.items()}
         return compare(got, want, limits, sizes)
 
 

@@ -10,7 +10,7 @@ from npu_gptoss.model.config import packed_columns
 from npu_gptoss.moe import expert_mlp, mxfp4, operations, packed, prepare_experts
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
-from npu_gptoss.verify.calls import Call, CallSpec, Check
+from npu_gptoss.verify.calls import OWN, Call, CallSpec, Check
 from npu_gptoss.verify.cases import Inputs, chosen, expert_inputs
 from npu_gptoss.verify.compare import Outputs
 
@@ -159,7 +159,7 @@ def define_expand(inputs: Inputs) -> Outputs:
     return _ring_bits(out)
 
 
-_ROUTE_PRECISIONS = {"weights": "float32", "logits": "exact", "distinct": "exact"}
+_ROUTE_PRECISIONS = {"weights": OWN, "logits": "exact", "distinct": "exact"}
 _EXPERT_ROLES = {"hidden": WEIGHT_DTYPES, "weight": (*WEIGHT_DTYPES, *PACKED_FORMATS)}
 CHECKS = (
     Check(ROUTE, route_calls, run_route, {"logits": WEIGHT_DTYPES}, _ROUTE_PRECISIONS),

@@ -10,8 +10,10 @@ import dataclasses
 import pytest
 import torch
 
+from npu_gptoss import moe
 from npu_gptoss.kernels import KernelError, platform_override
-from npu_gptoss.moe import ascend, prepare_experts
+from npu_gptoss.kernels.selection import explain
+from npu_gptoss.moe import ascend, prepare_experts, route
 from npu_gptoss.moe.activation import swigluoai
 from tests import ascend_ops
 from tests.moe.cases import EXPERTS, INTERMEDIATE, TOP_K, check, local_share, make_layer
@@ -53,6 +55,32 @@ def test_activation_is_one_operator_only_with_a_kernel_for_it(says):
         make_layer(5, BF16).run()
     names = [name for name, _ in calls]
     assert ("npu_clipped_swiglu" in names, "npu_swiglu" in names) == (known, not known)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_routing_is_one_launch_where_the_wheel_has_the_operator(dtype):
+    """Ids and weights are the definition's, bit for bit but for the last rounding; ties go to the first expert."""
+    logits = torch.randn(50, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[7, 90:] = logits[7].max()
+    want, chosen = route(logits, TOP_K, kernel="reference")
+    with ascend_ops.ascend("9.1") as calls:
+        weights, ids = route(logits, TOP_K)
+        apart, _ = route(logits, TOP_K, kernel="moe.route.ascend")
+    name, options = calls[0]
+    assert (name, options["renorm"]) == ("npu_moe_gating_top_k_softmax_v2", 1)
+    assert torch.equal(ids.long(), chosen)
+    assert weights.dtype == dtype
+    assert torch.equal(weights, want.to(dtype))
+    assert apart.dtype == torch.float32
+    assert_close(apart, want, scale=2)
+
+
+def test_routing_without_the_operator_says_so():
+    call = moe.operations.route_call(BF16)
+    with ascend_ops.ascend("8.3.rc1"):
+        lines = "\n".join(explain(moe.operations.ROUTE, *call).lines())
+    assert "ascend_one_launch (priority 9): no: needs npu_moe_gating_top_k_softmax_v2, which is not installed" in lines
+    assert "moe.route.ascend (priority 8): selected" in lines
 
 
 def test_asking_for_the_name_alone_would_fail_at_the_first_call():
@@ -106,13 +134,13 @@ def test_a_rank_without_experts_has_an_empty_range():
 
 
 def test_the_rows_that_stand_for_foreign_ones_are_numbers():
-    """Row 0 stands for them here, row 1 in vllm-ascend: weighted with zero, but zero times NaN is NaN."""
+    """They are weighted with zero, but zero times NaN is NaN."""
     rows = torch.full((4, 3), float("nan"))
-    rows[1] = float("inf")
-    ascend.finite_first_rows(rows)
-    assert bool((rows[:2] * 0 == 0).all())
-    assert bool(rows[2:].isnan().all())
-    ascend.finite_first_rows(torch.empty(0, 3))
+    rows[0, 1] = float("inf")
+    ascend.finite_first_row(rows)
+    assert bool((rows[:1] * 0 == 0).all())
+    assert bool(rows[1:].isnan().all())
+    ascend.finite_first_row(torch.empty(0, 3))
 
 
 def test_experts_of_a_rank_must_be_a_range(calls):

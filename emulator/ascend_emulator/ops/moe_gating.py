@@ -36,23 +36,9 @@ def moe_gating_top_k_softmax(x: torch.Tensor, finished: torch.Tensor | None = No
     The third output numbers the (row, choice) pairs column by column: choice * rows + row.
     """
     call = Call.of("npu_moe_gating_top_k_softmax", "aclnnMoeGatingTopKSoftmax")
-    call.require(x.dim() in (2, 3), 57, f"The x should be 2D or 3D, got {shape(x)}", Layer.BINDING)
-    call.require(
-        x.dtype in FLOATS,
-        57,
-        f"float16, float32 or bfloat16 tensor expected but got a tensor with dtype: {name_of(x.dtype)}",
-        Layer.BINDING,
-    )
-    experts = x.size(-1)
+    experts = _gating_input(call, x, finished)
     call.require(0 <= k <= experts, 57, f"The k should be in [0, {experts}], got {k}", Layer.BINDING)
     call.require(k <= 1024, 57, f"k should be at most 1024, got {k}", Layer.PARAMETER)
-    if finished is not None:
-        call.require(
-            finished.dtype == torch.bool and finished.shape == x.shape[:-1],
-            None,
-            f"finished should be bool {list(x.shape[:-1])}, got {name_of(finished.dtype)} {shape(finished)}",
-            Layer.BINDING,
-        )
     size = (*x.shape[:-1], k)
     y, ids, rows = poisoned(size, x), poisoned(size, x, torch.int32), poisoned(size, x, torch.int32)
     if call.context.execute and y.numel():
@@ -65,6 +51,64 @@ def moe_gating_top_k_softmax(x: torch.Tensor, finished: torch.Tensor | None = No
         count = y.numel() // k
         rows.copy_(torch.arange(count * k, device=x.device).view(k, count).T.reshape(size))
     return y, ids, rows
+
+
+@kernel(
+    "npu::npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, "
+    "bool? output_softmax=False) -> (Tensor, Tensor, Tensor)"
+)
+def moe_gating_top_k_softmax_v2(
+    x: torch.Tensor,
+    *,
+    k: int = 1,
+    finished: torch.Tensor | None = None,
+    renorm: int | None = 0,
+    output_softmax: bool | None = False,
+) -> Triple:
+    """renorm 0: as above; 1: top k of x itself, then a softmax over these: (weights of x's dtype, int32 ids, softmax).
+
+    Computed in float32 and rounded once. The third output is float32 of x's shape for renorm 0 with output_softmax,
+    else empty. (ops-transformer, moe_gating_top_k_softmax_v2: tiling_base.cpp has the checks, op_kernel/…_perf.h the
+    order and the rounding of up to 1024 experts in eights and k up to 8. Other sizes round halves away from zero.)
+    """
+    call = Call.of("npu_moe_gating_top_k_softmax_v2", "aclnnMoeGatingTopKSoftmaxV2")
+    experts = _gating_input(call, x, finished)
+    call.require(0 < k <= min(experts, 1024), 57, f"k should be 1 to {min(experts, 1024)}, got {k}")
+    renorm = renorm or 0
+    call.require(renorm in (0, 1), 57, f"renorm should be 0 or 1, got {renorm}")
+    size = (*x.shape[:-1], k)
+    y, ids = poisoned(size, x), poisoned(size, x, torch.int32)
+    whole = poisoned(x.shape if renorm == 0 and output_softmax else (0,), x, torch.float32)
+    if call.context.execute and y.numel():
+        scores = x.float() if renorm else torch.softmax(x.float(), -1)
+        values, index = largest(scores, k)
+        y.copy_(torch.softmax(values, -1) if renorm else values)
+        ids.copy_(index)
+        ids[without_order(call, 57, x)] = NO_EXPERT
+        if finished is not None:
+            ids.masked_fill_(finished[..., None], experts)
+        if whole.numel():
+            whole.copy_(scores)
+    return y, ids, whole
+
+
+def _gating_input(call: Call, x: torch.Tensor, finished: torch.Tensor | None) -> int:
+    """Checks what both versions require; returns the number of experts."""
+    call.require(x.dim() in (2, 3), 57, f"The x should be 2D or 3D, got {shape(x)}", Layer.BINDING)
+    call.require(
+        x.dtype in FLOATS,
+        57,
+        f"float16, float32 or bfloat16 tensor expected but got a tensor with dtype: {name_of(x.dtype)}",
+        Layer.BINDING,
+    )
+    if finished is not None:
+        call.require(
+            finished.dtype == torch.bool and finished.shape == x.shape[:-1],
+            None,
+            f"finished should be bool {list(x.shape[:-1])}, got {name_of(finished.dtype)} {shape(finished)}",
+            Layer.BINDING,
+        )
+    return x.size(-1)
 
 
 @kernel(

@@ -120,6 +120,22 @@ def test_top_k_softmax_is_over_all_experts_and_numbers_rows_by_column():
     assert_close(weights / weights.sum(-1, keepdim=True), chosen, scale=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_version_2_takes_the_softmax_before_or_behind_the_choice(dtype):
+    x = torch.randn(4, 8).to(dtype)
+    x[2] = 1  # ties go to the first
+    op, want = OPS["npu::npu_moe_gating_top_k_softmax_v2"], x.float().sort(dim=-1, descending=True, stable=True)
+    weights, ids, nothing = op(x, k=3, renorm=1, output_softmax=True)
+    assert torch.equal(ids, want.indices[:, :3].to(torch.int32))
+    assert torch.equal(weights, want.values[:, :3].softmax(-1).to(dtype))
+    assert nothing.numel() == 0
+    finished = torch.tensor([False, True, False, False])
+    weights, ids, whole = op(x, k=3, output_softmax=True, finished=finished)
+    assert torch.equal(whole, x.float().softmax(-1))
+    assert torch.equal(weights, whole.sort(dim=-1, descending=True, stable=True).values[:, :3].to(dtype))
+    assert (ids == 8).all(1).tolist() == finished.tolist()
+
+
 def test_a_selection_bias_chooses_but_does_not_weigh():
     logits, bias = torch.randn(4, 8), torch.zeros(8)
     bias[5] = 10

@@ -11,6 +11,7 @@ from ascend_emulator.rules import ContractError, NotEmulatedError
 from emulator.tests.contracts import leaves_undefined, notes, rejects
 
 softmax = OPS["npu::npu_moe_gating_top_k_softmax"]
+softmax_v2 = OPS["npu::npu_moe_gating_top_k_softmax_v2"]
 gating = OPS["npu::npu_moe_gating_top_k"]
 init = OPS["npu::npu_moe_init_routing"]
 init_v2 = OPS["npu::npu_moe_init_routing_v2"]
@@ -32,9 +33,17 @@ ROWS = torch.randn(3, 32).bfloat16()
 def test_R57_gating_top_k_softmax(x, k):
     with rejects(57):
         softmax(x, k=k)
+    with rejects(57):
+        softmax_v2(x, k=k)
     softmax(LOGITS[None], k=8)
     softmax(torch.zeros(1, 1100), k=1024)
     assert softmax(LOGITS, k=0)[0].shape == (5, 0)
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"k": 2, "renorm": 2}])
+def test_R57_version_2_has_no_empty_choice_and_two_orders(options):
+    with rejects(57):
+        softmax_v2(LOGITS, **options)
 
 
 @pytest.mark.parametrize("finished", [torch.zeros(5), torch.zeros(4, dtype=torch.bool)], ids=["float", "rows"])
@@ -42,9 +51,13 @@ def test_finished_is_a_boolean_a_row(finished):
     softmax(LOGITS, torch.zeros(5, dtype=torch.bool), k=2)
     with pytest.raises(ContractError, match=r"finished should be bool \[5\]"):
         softmax(LOGITS, finished, k=2)
+    with pytest.raises(ContractError, match=r"finished should be bool \[5\]"):
+        softmax_v2(LOGITS, finished=finished, k=2)
 
 
-@pytest.mark.parametrize(("rule", "op"), [(57, softmax), (58, lambda x, k: gating(x, k, norm_type=1))])
+@pytest.mark.parametrize(
+    ("rule", "op"), [(57, softmax), (57, softmax_v2), (58, lambda x, k: gating(x, k, norm_type=1))]
+)
 def test_nan_logits_leave_the_choice_undefined(rule, op):
     x = LOGITS.clone()
     x[1, 3] = float("nan")

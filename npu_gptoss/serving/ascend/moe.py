@@ -1,7 +1,8 @@
 """gpt-oss's experts between vllm-ascend's dispatch and combine.
 
 vllm-ascend chooses for each step how tokens travel (all-gather, multicast, all-to-all, MC2). Its own experts drop the
-biases and the activation; so we use only `token_dispatch` and `token_combine` of its dispatchers, and compute with
+biases and the activation. Where each rank has all tokens, our kernel sorts and sums them, in one launch less than
+vllm-ascend; else we use `token_dispatch` and `token_combine` of its dispatchers, and compute with
 `npu_gptoss.moe.ascend.grouped_mlp`, which takes counts and cumulative group lists alike.
 """
 
@@ -13,7 +14,7 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe import expert_mlp
-from npu_gptoss.moe.ascend import AscendExperts, finite_first_rows, grouped_mlp
+from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
 from npu_gptoss.serving.moe import GptOssExpertsMethod
 from npu_gptoss.serving.releases.ascend import (
     UNUSED_EXPERTS_OPTIONS,
@@ -49,20 +50,15 @@ class AscendExpertsMethod(GptOssExpertsMethod):
         if enable_force_load_balance:  # in the profile run, whose rows are equal
             topk_ids = torch.randint_like(topk_ids, 0, max(global_num_experts, num_experts))
         method = comm_method()
-        if not isinstance(prepared.weights, AscendExperts):
-            # a kernel chosen by name, such as small_ops, sorts and sums on this rank: correct only with all tokens here
-            if not isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
-                raise InputError(
-                    f"the kernel {prepared.kernel.name} works where every rank sees all tokens, and this step goes by "
-                    f"{type(method).__name__}; unset NPU_GPTOSS_KERNEL_MOE_EXPERTS"
-                )
+        if isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
             return experts_result(expert_mlp(x, prepared, topk_weights, topk_ids))
+        if not isinstance(prepared.weights, AscendExperts):  # a kernel chosen by name, such as small_ops
+            raise InputError(
+                f"the kernel {prepared.kernel.name} works where every rank sees all tokens, and this step goes by "
+                f"{type(method).__name__}; unset NPU_GPTOSS_KERNEL_MOE_EXPERTS"
+            )
         ids = topk_ids.to(torch.int32)  # CANN's routing gives int32; another kernel may give int64
         rows, groups, kind, combine = dispatch(
             method, x, prepared.weights.weigh(topk_weights), ids, expert_map, mc2_mask
         )
-        rows = grouped_mlp(rows, prepared.weights, groups, kind)
-        if expert_map is not None:
-            # all-gather gives rows of other ranks the index of the second row and a weight of zero
-            finite_first_rows(rows)
-        return experts_result(combine(rows))
+        return experts_result(combine(grouped_mlp(rows, prepared.weights, groups, kind)))

@@ -20,7 +20,7 @@ from npu_gptoss.moe import ExpertWeights, PreparedExperts, expert_mlp, prepare_e
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
 from npu_gptoss.verify.cases import TOP_K, chosen, expert_map, poison
-from npu_gptoss.verify.compare import Outputs, Result, checked, compare, rows_checked
+from npu_gptoss.verify.compare import Outputs, Result, Verdict, checked, compare, rows_checked
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.tolerances import EXACT, GATE_ROWS
 
@@ -247,7 +247,9 @@ def routing(rank: Rank, depth: Depth) -> Iterator[Result]:
         def run(logits: torch.Tensor = logits) -> Outputs:
             return chosen(logits, *(tensor.cpu() for tensor in route(logits.to(rank.device), TOP_K)))
 
-        limits = {"weights": GATE_ROWS, "logits": EXACT, "distinct": EXACT}
+        def judge(got: Outputs, want: Outputs = want) -> Verdict:
+            return compare(got, want, {"weights": GATE_ROWS[got["weights"].dtype], "logits": EXACT, "distinct": EXACT})
+
         call = f"routing, {tokens} tokens to {experts} experts"
         suspect = "npu_moe_gating_top_k_softmax"
-        yield checked(call, run, lambda got, w=want, m=limits: compare(got, w, m), suspect=suspect)[0]
+        yield checked(call, run, judge, suspect=suspect)[0]

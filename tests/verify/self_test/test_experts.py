@@ -80,7 +80,7 @@ def test_stale_counts_fail_a_rank_with_a_part_only():
 
 
 def test_results_that_are_not_written_fail(monkeypatch):
-    monkeypatch.setattr(ascend_experts, "finite_first_rows", lambda rows: None)
+    monkeypatch.setattr(ascend_experts, "finite_first_row", lambda rows: None)
     with ascend_ops.ascend():
         assert seen(named("tokens of other ranks only")) == {
             "tokens of other ranks only, 1 tokens",
