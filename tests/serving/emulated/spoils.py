@@ -208,9 +208,9 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "packed_scale_off_by_one": [*UNCHECKED, (EXPERTS, "pack", packed_scale_off_by_one)],
     # the expanded experts stay on the device, too
     "packed_beside_bf16": [(EXPERTS, "_prepared", packed_beside_bf16)],
-    "biases_in_bf16": [("npu_gptoss.moe.ascend", "grouped_mlp", biases_in_bf16)],
+    "biases_in_bf16": [(EXPERTS, "grouped_mlp", biases_in_bf16)],
     # right, but the size of a result is known on the device only: the article's fourth; one rank, counts
-    "biases_spread": [("npu_gptoss.moe.ascend", "grouped_mlp", biases_spread)],
+    "biases_spread": [(EXPERTS, "grouped_mlp", biases_spread)],
     # shared prefixes are not counted
     "one_call_for_all": [
         (ASCEND, "parts", lambda right: lambda metadata, blocks, size: right(metadata, 1 << 30, size)),
