@@ -60,7 +60,8 @@ def diagnose(here: Machine, args: argparse.Namespace) -> Iterator[Finding]:
     def fit() -> Iterator[Finding]:  # called when the probe has seen the device
         device = devices[0] if devices else None
         where = (device, args.card_memory, buffsize(here.environ), here.version("triton-ascend") is not None)
-        return memory.memory(model, args.max_model_len, ranks, *where, here.environ.get(VARIABLE) or AUTO)
+        in_flight = memory.IN_FLIGHT if here.release.window_groups else None
+        return memory.memory(model, args.max_model_len, ranks, *where, here.environ.get(VARIABLE) or AUTO, in_flight)
 
     functions = {name: partial(check, here) for name, check in QUICK.items()} | {
         "machine": partial(stack.machine, here),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Device, Machine
@@ -28,6 +29,8 @@ from npu_gptoss.nominal import MEMORY, kind_of
 from npu_gptoss.serving.ascend import sizes
 
 CARD = MEMORY["910B3"]
+# tokens of two overlapping steps of scripts/serve.sh, where layers with a window keep no more than that beside it
+IN_FLIGHT = 2 * 4096
 
 PUBLISHED_20B, PUBLISHED_120B = published_config(), published_config(36, experts=128)
 PRESETS = (
@@ -38,18 +41,26 @@ SIXTEEN = (("gpt-oss-120b on sixteen dies", PUBLISHED_120B, 16),)
 
 
 def choice_of(
-    config: GptOssConfig, ranks: int, length: int, total: int, *utilisation: float, buffsize: int = BUFFSIZE, **how: str
+    config: GptOssConfig, ranks: int, length: int, total: int, *utilisation: float, buffsize: int = BUFFSIZE, **how: Any
 ) -> Choice:
     """A server's decision on so many cards. utilisation, how: as of `choose`."""
     hccl = device_memory.hccl_bytes(ranks, buffsize)
     return choose(config, Part.of(config, ranks), length, total, *(utilisation or (UTILISATION,)), hccl=hccl, **how)
 
 
-def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFSIZE, packed: bool = False) -> str:
+def settings(
+    config: GptOssConfig,
+    ranks: int,
+    length: int,
+    total: int,
+    buffsize: int = BUFFSIZE,
+    packed: bool = False,
+    in_flight: int | None = None,
+) -> str:
     """For a card that is nearly full: the settings that fit, and the tokens that each leaves. Empty: none fits."""
 
     def tokens(utilisation: float, buffsize: int) -> int:
-        choice = choice_of(config, ranks, 0, total, utilisation, buffsize=buffsize)
+        choice = choice_of(config, ranks, length, total, utilisation, buffsize=buffsize, in_flight=in_flight)
         return (choice.kept if packed else choice.expanded).tokens
 
     left = {each: tokens(each, buffsize) for each in UTILISATIONS}
@@ -69,19 +80,23 @@ def packed_line(choice: Choice) -> str:
     return f"packed in MXFP4 {gib(choice.kept.weights)} of weights, which leave {left}"
 
 
-def preset_lines(length: int, card: int = CARD, dies: bool = False) -> tuple[str, ...]:
+def _token(size: int, in_flight: int | None) -> str:
+    return f"{size / 1024:.0f} KiB" if in_flight is None else f"{size / 2048:.0f} to {size / 1024:.0f} KiB"
+
+
+def preset_lines(length: int, card: int = CARD, dies: bool = False, in_flight: int | None = None) -> tuple[str, ...]:
     """The published models in words, on cards of this size; dies: of an A3, which has sixteen."""
     lines = []
     for name, config, ranks in (*PRESETS, *(SIXTEEN if dies else ())):
-        choice = choice_of(config, ranks, length, card)
+        choice = choice_of(config, ranks, length, card, in_flight=in_flight)
         found, token = choice.expanded, device_memory.kv_bytes_per_token(config, Part.of(config, ranks))
         each = " each" if ranks > 1 else ""
-        verdict = settings(config, ranks, card) or "does not fit"
+        verdict = settings(config, ranks, length, card, in_flight=in_flight) or "does not fit"
         if found.tokens:
             verdict = f"leaves room for about {thousands(found.tokens)} tokens of context, all requests together"
         lines.append(
             f"{name} of {gib(card)}: {gib(found.weights)} of BF16 weights{each}, "
-            f"{token / 1024:.0f} KiB of KV cache a token{each}; {verdict}; {packed_line(choice)}"
+            f"{_token(token, in_flight)} of KV cache a token{each}; {verdict}; {packed_line(choice)}"
         )
     return tuple(lines)
 
@@ -95,10 +110,11 @@ def memory(
     buffsize: int = BUFFSIZE,
     triton: bool = False,
     wish: str = device_memory.AUTO,
+    in_flight: int | None = None,
 ) -> Iterator[Finding]:
     """length: --max-model-len. ranks: --tensor-parallel-size. device: of the probe, None without one. card_memory:
     --card-memory, bytes of each of `ranks` cards to compute with instead. buffsize: HCCL_BUFFSIZE, in MB. triton:
-    Triton-Ascend is installed. wish: NPU_GPTOSS_EXPERT_WEIGHTS."""
+    Triton-Ascend is installed. wish: NPU_GPTOSS_EXPERT_WEIGHTS. in_flight: as of `kv_bytes`, on an NPU."""
     if card_memory:
         device = Device("npu", "a card (--card-memory)", ranks, card_memory, card_memory)
     on_cpu = device is None or device.kind == "cpu"
@@ -108,6 +124,7 @@ def memory(
         length,
         npu.total if npu and not npu.emulated else CARD,
         npu is not None and (kind_of(npu.name) == "A3" or card_memory == MEMORY["A3"]),
+        in_flight,
     )
     if model is None:
         yield not_applicable("No --model DIR is given; for the published models:", details=presets)
@@ -137,8 +154,9 @@ def memory(
         if config.quantization is None:
             objection = "the checkpoint's experts are not in MXFP4"
         total = device.total
-        choice = choice_of(config, ranks, length, total, buffsize=buffsize, objection=objection, wish=wish)
-        yield _on_npu(config, ranks, device, choice, presets, buffsize)
+        how = {"objection": objection, "wish": wish, "in_flight": in_flight}
+        choice = choice_of(config, ranks, length, total, buffsize=buffsize, **how)
+        yield _on_npu(config, ranks, device, choice, presets, buffsize, in_flight)
     else:
         if device.mxfp4 and config.quantization and (uncut := uncut_objection(config.intermediate_size, ranks)):
             yield warning(f"{uncut.finding}.", uncut.advice)
@@ -163,7 +181,13 @@ def _context(found: Fit) -> str:
 
 
 def _on_npu(
-    config: GptOssConfig, ranks: int, device: Device, choice: Choice, presets: tuple[str, ...], buffsize: int
+    config: GptOssConfig,
+    ranks: int,
+    device: Device,
+    choice: Choice,
+    presets: tuple[str, ...],
+    buffsize: int,
+    in_flight: int | None,
 ) -> Finding:
     """A server's decision on an NPU, at vLLM's default utilisation."""
     found, other, more = choice.fit, "", ""
@@ -178,7 +202,7 @@ def _on_npu(
     if not found.fits(max(UTILISATIONS), 0):  # the certain part; the reserve is a rule of thumb
         return failed(f"{sentence}: that does not fit{beside}.", f"{more}{SMALLER}", details=presets)
     if not found.fits():
-        ways = settings(config, ranks, found.total, buffsize, choice.packed)
+        ways = settings(config, ranks, found.length, found.total, buffsize, choice.packed, in_flight)
         remedy = f"{ways}. If start-up runs out of memory: {SMALLER.lower()}" if ways else SMALLER
         return warning(f"{sentence}: that is tight{beside}.", f"{more}{remedy}", details=presets)
     return ok(f"{sentence}; {_context(found)}.", details=(other.strip(), *presets) if other else presets)

@@ -2,12 +2,13 @@
 
     weights = all parameters in BF16, shared out by the ranks. Experts that stay in MXFP4 take 4.25 bits a weight; on
               Ascend a buffer holds one layer's experts in BF16; a step expands the experts it uses into it.
-    KV      = layers * 2 * key heads * head_dim * 2 bytes for each token of the context
+    KV      = layers * 2 * key heads * head_dim * 2 bytes for each token that a layer keeps: all of the context, or with
+              KV cache groups the window and the tokens in flight (`kv_bytes`)
     HCCL    = 2 * its buffer for each communicator, to send and to receive
 
-vLLM takes `--gpu-memory-utilization` (0.9) of a device; the rest after weights, activations and HCCL is KV cache. All
-layers keep all keys (docs/decisions.md, one KV cache group). How vllm-ascend reckons on a card of this size is run, by
-its own code, in tests/serving/emulated/test_memory.py. The doctor predicts a server's decision with this arithmetic.
+vLLM takes `--gpu-memory-utilization` (0.9) of a device; the rest after weights, activations and HCCL is KV cache. How
+vllm-ascend reckons on a card of this size is run, by its own code, in tests/serving/emulated/test_memory.py. The doctor
+predicts a server's decision with this arithmetic.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ UTILISATION = 0.9  # vLLM's default
 UTILISATIONS = (UTILISATION, 0.95, 0.97)  # 0.95: of the Ascend article; the rest is for captured graphs
 RESERVE = 2 * GIB  # activations of a prefill step, workspaces, the driver's context: a rule of thumb
 BF16, MXFP4 = 2, 1 / 2 + 1 / MXFP4_GROUP  # bytes of a weight; four bits, and its share of a byte of scale
+BLOCK = 128  # tokens of a KV cache block on Ascend
 BUFFSIZE = 200  # MB: HCCL_BUFFSIZE's default, and what vllm-ascend 0.11.0 makes its groups with
 
 VARIABLE = "NPU_GPTOSS_EXPERT_WEIGHTS"
@@ -77,9 +79,24 @@ def weight_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
 
 
 def kv_bytes_per_token(config: GptOssConfig, part: Part) -> int:
-    """Of one rank."""
+    """Of one rank whose layers all keep it."""
     heads = -(-config.num_key_value_heads // part.ranks)
     return part.layers * 2 * heads * config.head_dim * BF16
+
+
+def kv_bytes(config: GptOssConfig, part: Part, length: int, in_flight: int | None = None) -> int:
+    """The most that one request of `length` tokens takes on one rank. in_flight: the most tokens that are scheduled
+    and not yet computed, for layers with a window in groups of their own; None: all layers keep all keys.
+
+    By vLLM's SlidingWindowSpec: the window's blocks, those in flight, and one for a window that begins within a block.
+    """
+    token = kv_bytes_per_token(config, part)
+    if in_flight is None:
+        return length * token
+    kept = min(config.sliding_window - 1 + in_flight, length)
+    kept = BLOCK * (-(-kept // BLOCK) + 1)
+    windows = sum(config.window(layer) is not None for layer in range(config.num_hidden_layers))
+    return token * (length * (config.num_hidden_layers - windows) + kept * windows) // config.num_hidden_layers
 
 
 def hccl_bytes(ranks: int, buffsize: int = BUFFSIZE) -> int:
@@ -110,7 +127,8 @@ def mc2_buffsize(hidden: int, experts: int, choices: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Fit:
-    """One rank's memory, in bytes, at a utilisation. `tokens`: KV cache after weights, reserve and HCCL's buffers."""
+    """One rank's memory, in bytes, at a utilisation. `tokens`: KV cache after weights, reserve and HCCL's buffers, for
+    requests of `length`, as vLLM logs it."""
 
     weights: int
     kv: int
@@ -154,12 +172,13 @@ def fit(
     packed: bool = False,
     room: bool = False,
     hccl: int = 0,
+    in_flight: int | None = None,
 ) -> Fit:
-    """room: bytes for one layer's experts in BF16, in addition to packed experts."""
-    weights, token = weight_bytes(config, part, packed), kv_bytes_per_token(config, part)
-    weights += room_bytes(config, part, packed) if room else 0
+    """room: bytes for one layer's experts in BF16, in addition to packed experts. in_flight: as of `kv_bytes`."""
+    weights = weight_bytes(config, part, packed) + (room_bytes(config, part, packed) if room else 0)
     left = int(total * utilisation) - weights - RESERVE - hccl
-    return Fit(weights, length * token, length, total, utilisation, hccl, max(0, left // token))
+    tokens = left * length // kv_bytes(config, part, length, in_flight)
+    return Fit(weights, kv_bytes(config, part, length, in_flight), length, total, utilisation, hccl, max(0, tokens))
 
 
 @dataclass(frozen=True)
@@ -215,12 +234,14 @@ def choose(
     utilisation: float = UTILISATION,
     *,
     hccl: int = 0,
+    in_flight: int | None = None,
     objection: str = "",
     wish: str = AUTO,
 ) -> Choice:
-    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes."""
-    expanded = fit(config, part, length, total, utilisation, hccl=hccl)
-    packed = fit(config, part, length, total, utilisation, packed=True, room=True, hccl=hccl)
+    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes. in_flight: as of
+    `kv_bytes`."""
+    expanded = fit(config, part, length, total, utilisation, hccl=hccl, in_flight=in_flight)
+    packed = fit(config, part, length, total, utilisation, packed=True, room=True, hccl=hccl, in_flight=in_flight)
     return Choice(wish, expanded, packed, objection)
 
 

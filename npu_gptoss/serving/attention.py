@@ -1,8 +1,8 @@
 """vLLM's attention backend interface over `npu_gptoss.attention`.
 
-Our model passes the backend to each `Attention` layer, so no platform hook is needed. vLLM must not see the sliding
-window: it would open a second KV-cache group, which its CPU runner and vllm-ascend 0.11.0 refuse. The window is
-therefore a separate argument of the implementation, as the sinks are.
+Our model passes the backend to each `Attention` layer, so no platform hook is needed. The window is an argument of the
+implementation, as the sinks are: vLLM sees it only where layers with a window may form KV cache groups of their own
+(`Release.window_groups`). In 0.11.0 its CPU runner and vllm-ascend take one group.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         dropped."""
         refused = {
             "alibi_slopes": alibi_slopes is not None,
-            f"sliding_window={sliding_window} (the window comes as `window`)": sliding_window is not None,
+            f"sliding_window={sliding_window}, window={window}": sliding_window not in (None, window),
             f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype != "auto",
             f"logits_soft_cap={logits_soft_cap}": bool(logits_soft_cap),
             f"attn_type={attn_type!r}": attn_type != AttentionType.DECODER,

@@ -22,6 +22,7 @@ from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
 from npu_gptoss.moe import expert_format, keeps_format
 from npu_gptoss.moe.operations import experts_call
 from npu_gptoss.moe.packed import rows_of
+from npu_gptoss.serving import releases
 from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.releases.vllm import (
     current_platform,
@@ -68,6 +69,7 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
         torch.npu.mem_get_info()[1],
         cache.gpu_memory_utilization,
         hccl=device_memory.hccl_bytes(devices, device_memory.buffsize(os.environ)),
+        in_flight=tokens_in_flight(vllm_config),
         objection=objection,
         wish=wish,
     )
@@ -91,6 +93,13 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
                 *(expert_format.VARIABLE, VARIABLE),
             )
     return choice.packed
+
+
+def tokens_in_flight(vllm_config: VllmConfig) -> int | None:
+    """Returns the most that are scheduled and not yet computed; None if layers with a window keep all keys."""
+    if not releases.here().window_groups or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return None
+    return vllm_config.max_concurrent_batches * vllm_config.scheduler_config.max_num_batched_tokens
 
 
 def objection_of(config: GptOssConfig, part: Part, dtype: torch.dtype, device: str) -> str:

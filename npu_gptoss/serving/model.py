@@ -19,7 +19,7 @@ from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig, tensor_parallel_objection
 from npu_gptoss.model.rope import score_scale
-from npu_gptoss.serving import compat, limits, loading
+from npu_gptoss.serving import compat, limits, loading, releases
 from npu_gptoss.serving.attention import SinkAttentionBackend
 from npu_gptoss.serving.expert_weights import kept_packed
 from npu_gptoss.serving.moe import ExpertsConfig, GptOssExpertsMethod
@@ -86,7 +86,7 @@ class GptOssAttention(nn.Module):
         self.rotary_emb = rotary_embedding(config)
         # NaN until loaded: the backend refuses sinks that the checkpoint did not fill
         self.sinks = nn.Parameter(with_slack(torch.full((self.num_heads,), float("nan"))), requires_grad=False)
-        # Our backend takes the window as `window`, not as `per_layer_sliding_window`: see attention.py.
+        window = config.window(extract_layer_index(prefix))
         self.attn = Attention(
             self.num_heads,
             config.head_dim,
@@ -94,9 +94,10 @@ class GptOssAttention(nn.Module):
             num_kv_heads=num_kv_heads,
             cache_config=cache_config,
             prefix=f"{prefix}.attn",
+            per_layer_sliding_window=window if releases.here().window_groups else None,
             attn_backend=for_this_platform()[0],
             sinks=self.sinks,
-            window=config.window(extract_layer_index(prefix)),
+            window=window,
             owner=prefix,
         )
 

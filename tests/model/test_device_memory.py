@@ -14,6 +14,8 @@ from npu_gptoss.model.device_memory import (
     Part,
     choose,
     hccl_bytes,
+    kv_bytes,
+    kv_bytes_per_token,
     room_bytes,
     weight_bytes,
 )
@@ -53,6 +55,19 @@ def test_without_the_kernel_a_hopeless_load_is_known_before():
     for choice in (eight, two):
         assert NO_TRITON in choice.sentence()
     assert "108.8 GiB of weights" in two.sentence()
+
+
+def test_windows_in_groups_of_their_own_halve_a_long_request():
+    """As vLLM reckons: the window's blocks, the tokens in flight, and a block."""
+    four, long, flying = Part.of(CONFIG, 4), 131072, 2 * 2048
+    token = kv_bytes_per_token(CONFIG, four)
+    assert kv_bytes(CONFIG, four, long) == long * token
+    assert kv_bytes(CONFIG, four, long, flying) == (long + 128 * (-(-(127 + flying) // 128) + 1)) * token // 2
+    assert kv_bytes(CONFIG, four, 128, flying) == (128 + 2 * 128) * token // 2
+    # 120b in BF16 on four cards
+    assert of_120b(4, 0.95, length=65536).packed
+    assert not of_120b(4, 0.95, length=65536, in_flight=flying).packed
+    assert of_120b(4, 0.95, length=65536, in_flight=flying).fit.tokens > 75_000
 
 
 def test_rule_of_thumb_ends_no_start():

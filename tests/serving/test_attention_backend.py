@@ -107,7 +107,7 @@ def test_a_cache_that_forgets_keys_by_vllms_plan_is_refused(spec: Any) -> None:
         ({"sinks": None}, "sinks"),
         ({"sinks": torch.zeros(HEADS + 1)}, "sinks"),
         ({"alibi_slopes": [1.0]}, "alibi_slopes"),
-        ({"sliding_window": 128}, "sliding_window"),
+        ({"sliding_window": WINDOW - 1}, "sliding_window"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type"),

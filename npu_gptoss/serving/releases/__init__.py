@@ -89,6 +89,7 @@ class Release:
     release is that of vllm-ascend's image. launches_triton: every step needs it.
     asks_vllm: what vllm-ascend does if VLLM_VERSION or else vllm.__version__ is another than `vllm.recommended`.
     reckons_streams: vllm-ascend drops graph sizes that would take more streams than a card has.
+    window_groups: layers with a window form KV cache groups of their own, whose blocks vLLM frees behind the window.
     """
 
     name: str  # also names its files: vllm_0_11.py, ascend_0_11.py
@@ -107,6 +108,7 @@ class Release:
     launches_triton: bool = False
     asks_vllm: str = ""
     reckons_streams: bool = False
+    window_groups: bool = False
 
     def module(self, package: Package) -> ModuleType:
         return importlib.import_module(f"{__name__}.{package}_{self.name.replace('.', '_')}")
@@ -131,6 +133,8 @@ RELEASES = (
         image="8.3.rc2-910b-ubuntu22.04-py3.11",
         driver=("25.3.rc1", (25, 0)),  # by reports of users
         reckons_streams=True,
+        # vllm-ascend's runner copies each group's slots into one buffer, so all layers would write by the last group's,
+        # and it allocates no SlidingWindowSpec (worker/model_runner_v1.py:1502, 3037)
     ),
     Release(
         name="0.23",
@@ -152,6 +156,7 @@ RELEASES = (
             (25, 2),
         ),  # CANN 9.1.0's table of drivers: 25.0 no; 25.2, 25.3, 25.5, 26.0.rc1 and 26.1.0 yes
         asks_vllm="takes it for a later release and ends with an AttributeError at its start",
+        window_groups=True,
     ),
     Release(
         name="0.33",
@@ -159,6 +164,7 @@ RELEASES = (
         devices=("cuda",),
         model="npu_gptoss.serving.cuda.model:GptOssForCausalLM",
         python=("3.10", "3.11", "3.12", "3.13"),
+        window_groups=True,
     ),
 )
 ASCEND_RELEASES = tuple(row for row in RELEASES if "npu" in row.devices)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from types import SimpleNamespace as Having
@@ -39,7 +39,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.serving import limits
 from npu_gptoss.serving.cuda import cache, model, ranks
-from npu_gptoss.serving.cuda.cache import StepBuilder
+from npu_gptoss.serving.cuda.cache import Slots, StepBuilder
 from tests.checkpoints import random_tensors, write_random_checkpoint
 from tests.refused import refused
 
@@ -352,6 +352,20 @@ def test_the_check_notices_lengths_that_are_the_hosts(checkpoint, monkeypatch):
     monkeypatch.setattr(cache, "verifying", lambda step, lengths, prefilling: step)
     with pytest.raises(AssertionError, match="not close"):
         server.step([2, 20, 1], prefilling=[False, True, False], unknown=1)
+
+
+@pytest.mark.parametrize("mistake", ["reads", "writes"])
+def test_the_check_notices_blocks_of_the_other_group(checkpoint, monkeypatch, mistake):
+    server = Server.of(*checkpoint)
+    build, tables = StepBuilder.build, server.tables
+    if mistake == "reads":
+        windows = lambda *those: replace(build(*those), block_table=tables[0])  # noqa: E731
+        monkeypatch.setattr(StepBuilder, "build", windows)
+    else:
+        first: list[torch.Tensor] = []
+        monkeypatch.setattr(model, "Slots", lambda slots: first.append(slots) or Slots(first[0]))
+    with pytest.raises(AssertionError, match="not close"):
+        server.step([5, 70, 33], prefilling=[True] * 3)
 
 
 def test_vllms_run_without_keys_computes_and_writes_nothing(checkpoint):

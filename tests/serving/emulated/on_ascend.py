@@ -88,18 +88,32 @@ def start(checkpoint: str, options: dict[str, Any]) -> Any:
 
 
 def count_replays() -> Callable[[], dict[str, int]]:
-    """A function that counts the graphs that vllm-ascend has captured and this process has replayed."""
+    """A function that counts the graphs that vllm-ascend has captured and this process has replayed, and on 0.23 the
+    requests that it has preempted."""
     import torch
     from vllm.compilation.counter import compilation_counter
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    replays, replay = [0], torch.npu.NPUGraph.replay
+    replays, replay, preempted = [0], torch.npu.NPUGraph.replay, [0]
 
     def counted(graph: Any) -> None:
         replays[0] += 1
         replay(graph)
 
     torch.npu.NPUGraph.replay = counted
-    return lambda: {"captured": compilation_counter.num_cudagraph_captured, "replayed": replays[0]}
+    if hasattr(Scheduler, "_preempt_request"):
+        preempt = Scheduler._preempt_request
+
+        def counting(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            preempted[0] += 1
+            preempt(scheduler, *args, **kwargs)
+
+        Scheduler._preempt_request = counting
+    return lambda: {
+        "captured": compilation_counter.num_cudagraph_captured,
+        "replayed": replays[0],
+        "preempted": preempted[0],
+    }
 
 
 def look(engine: Any) -> dict[str, str]:

@@ -55,6 +55,18 @@ def padding_written(right: Function) -> Function:
     return build
 
 
+def first_groups_table(right: Function) -> Function:
+    first: list[Any] = []  # the builder of the first group of layers, and its table of this step
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = right(self, *args, **kwargs)
+        if not first or first[0] is self:
+            first[:] = self, metadata.block_table
+        return dataclasses.replace(metadata, block_table=first[1])
+
+    return build
+
+
 def query_strided(right: Function) -> Function:
     def strided(query: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -183,6 +195,8 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     # rows that a graph is padded with write their key over the first request's
     "padding_written": [(BUILDER, "build", padding_written)],
     "replays_not_awaited": [("torch.npu:Stream", "synchronize", returning(None))],
+    # layers read the first group's blocks; with one group that is no mistake
+    "first_groups_table": [(BUILDER, "build", first_groups_table)],
     "choice_not_narrowed": [
         (
             "vllm_ascend.sample.sampler:AscendTopKTopPSampler",

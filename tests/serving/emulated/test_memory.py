@@ -56,7 +56,7 @@ def test_the_doctors_memory_is_vllm_ascends_on_a_real_cards_size(available, chec
         def promised(card: int, ranks: int = ranks) -> int:
             part = Part.of(config, ranks)
             token = kv_bytes_per_token(config, part)
-            return token * fit(config, part, 0, card, UTILISATION, hccl=hccl_bytes(ranks)).tokens
+            return token * fit(config, part, 1, card, UTILISATION, hccl=hccl_bytes(ranks)).tokens
 
         # a small model takes less than the reserve of 2 GiB; the rest of the reserve is the only difference
         assert 0 <= bytes_ - promised(CARD) < RESERVE

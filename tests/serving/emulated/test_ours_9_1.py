@@ -77,6 +77,30 @@ def test_full_graphs_follow_each_steps_lengths_or_are_left(serve_9_1, expected):
     assert graphs(printed)[1] == [TOKENS - 1] * 5 + [0, 0]
 
 
+# five requests come to need a second block of each group: 20 of 13. Of the last, the window leaves a block behind
+CROWDED = [turn((121, 122, 123, 124, 125), tokens=9), turn((300, 60), seed=2), turn((121, 122, 123, 124, 125))]
+WITHOUT_GROUPS = {"disable_hybrid_kv_cache_manager": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        (EAGER, True),
+        pytest.param({}, True, marks=pytest.mark.long),
+        (FULL, True),
+        pytest.param(EAGER | WITHOUT_GROUPS, False, marks=pytest.mark.long),
+        pytest.param(FULL | WITHOUT_GROUPS, False, marks=pytest.mark.long),
+    ],
+    ids=["eager", "piecewise", "full", "eager, one group", "full, one group"],
+)
+def test_preempted_requests_of_two_groups_equal_transformers(options, groups, serve_9_1, expected):
+    """And layers that read the other group's blocks are seen, or there is no other group."""
+    rounds = [*CROWDED, turn((300, 200), seed=7, spoil="first_groups_table")]
+    results, printed = serve_9_1(rounds, options=SMALL_CACHE | options)
+    assert right(rounds, results, expected) == [True, True, True, not groups]
+    assert (re.findall(r'"preempted": (\d+)', printed)[1] != "0") == groups
+
+
 @pytest.mark.long
 def test_where_full_graphs_fail_the_pieces_are_captured(serve_9_1, expected):
     """A full decode graph always holds CANN's operator. vllm-ascend has prepared whole graphs by then."""
