@@ -33,6 +33,9 @@ from tests.moe.cases import adapted
 from tests.serving.cuda import test_model
 from tests.serving.cuda.lora import write_adapter
 from tests.serving.cuda.test_model import Server
+from tests.triton import TRITON_HERE
+
+pytestmark = TRITON_HERE  # on a GPU: test_lora.py
 
 RANK, SLOTS = 8, 2
 BASE, ONE, TWO, THREE = range(4)

@@ -123,7 +123,7 @@ def test_base_and_two_adapters_in_one_batch_answer_as_merged(
 
 def test_our_front_end_takes_the_name_of_an_adapter(servers: tuple[Server, Server]) -> None:
     server, _ = servers
-    chat = {"temperature": 0, "max_tokens": 20, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
+    chat = {"temperature": 0, "max_tokens": 100, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
     base, one = (fetched(f"{server.url}/v1/chat/completions", chat | {"model": name}) for name in (BASE, ONE))
     assert base["choices"][0]["message"]["content"] == "3 + 4 = 7."
     assert (one["model"], one["choices"] == base["choices"]) == (ONE, False)
