@@ -54,8 +54,10 @@ COPY docker/entrypoint.sh docker/healthcheck.py docker/preflight.py docker/vocab
 RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 docker/vocabulary.py vocabulary
 
 # The driver gives its devices to HwHiAiUser (1000:1000, mode 0660), and HCCL looks the user up in /etc/passwd.
-RUN groupadd --gid 1000 HwHiAiUser \
-    && useradd --uid 1000 --gid 1000 --create-home --shell /bin/bash HwHiAiUser
+RUN { getent group 1000 > /dev/null || groupadd --gid 1000 HwHiAiUser; } \
+    && { getent passwd 1000 > /dev/null \
+        || useradd --uid 1000 --gid 1000 --create-home --home-dir /home/HwHiAiUser --shell /bin/bash HwHiAiUser; } \
+    && install --directory --owner 1000 --group 1000 /home/HwHiAiUser
 USER 1000:1000
 
 # hadolint ignore=DL3064

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,22 +56,60 @@ def test_cpu_image_answers_confined_as_in_compose(docker: engine.Engine) -> None
 def test_910b_image_answers_through_run_910b_sh(
     stack: str, docker: engine.Engine, debian: Path, tmp_path: Path
 ) -> None:
+    answers_through_run_910b_sh(docker, image_of_910b(docker, debian, stack, tmp_path / "context"), tmp_path)
+
+
+# vllm-ascend's images hold both packages editable in /vllm-workspace, run as root and have no user for the driver
+LIKE_THE_OFFICIAL_IMAGE = """
+FROM npu-gptoss:910b
+USER root
+RUN python3 -m pip uninstall --quiet --yes npu-gptoss bpe-openai && userdel --remove HwHiAiUser \\
+    && rm -rf /opt/npu-gptoss && cd "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \\
+    && for name in vllm vllm_ascend; do \\
+        mkdir -p /vllm-workspace/$name && mv $name /vllm-workspace/$name/ \\
+        && echo /vllm-workspace/$name > __editable__.$name.pth || exit 1; \\
+    done
+ENV TIKTOKEN_ENCODINGS_BASE= VLLM_WORKER_MULTIPROC_METHOD=
+ENTRYPOINT []
+HEALTHCHECK NONE
+"""
+
+
+@pytest.mark.long
+@pytest.mark.emulated
+def test_official_image_with_this_package_answers(docker: engine.Engine, debian: Path, tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    image_of_910b(docker, debian, NAMES[-1], context)
+    (tmp_path / "Dockerfile").write_text(LIKE_THE_OFFICIAL_IMAGE)
+    base = "official.invalid/vllm-ascend:test"
+    command = ("build", "--network", "host", "--tag", base, "-f", str(tmp_path / "Dockerfile"), str(tmp_path))
+    docker(*command, client=docker.builder, timeout=600)
+    for source in ("docker/official.Dockerfile", "requirements/910b-9.1.txt"):
+        shutil.copy(engine.ROOT / source, context / source)
+    image = docker.build("official", context, IMAGE=base.partition(":")[0], TAG="test")
+    answers_through_run_910b_sh(docker, image, tmp_path)
+
+
+def image_of_910b(docker: engine.Engine, debian: Path, stack: str, context: Path) -> str:
     """The image's CANN is the emulated one, its torch the package index's; the other stack's base cannot be pulled."""
     row = ASCEND_RELEASES[NAMES.index(stack)]
     cann = next(version for version in named(stack).cann if version in row.image)
     engine.add_emulated_cann(debian, venv(Machine(cann=cann)), cann)
     docker.import_base(f"{engine.CANN}:{row.image}", debian, f"ENV LD_LIBRARY_PATH={engine.LIBRARIES}")
-    engine.exchange_torch(tmp_path, [*copied("910b"), "docker/910b.Dockerfile"], debian)
-    image = docker.build("910b", tmp_path, STACK=stack, CANN_IMAGE=engine.CANN)
+    engine.exchange_torch(context, [*copied("910b"), "docker/910b.Dockerfile"], debian)
+    return docker.build("910b", context, STACK=stack, CANN_IMAGE=engine.CANN)
 
-    model = tiny_checkpoint(tmp_path / "gpt-oss-tiny")
+
+def answers_through_run_910b_sh(docker: engine.Engine, image: str, folder: Path) -> None:
+    """Healthy, as the driver's user with its devices alone, preflight sees CANN and driver, a right answer, ends."""
+    model = tiny_checkpoint(folder / "gpt-oss-tiny")
     script = [engine.ROOT / "docker/run-910b.sh", "--model", model, "--devices", "1", "--image", image]
-    with (tmp_path / "log").open("wb") as log:
+    with (folder / "log").open("wb") as log:
         server = subprocess.Popen(docker.on_the_host(*script), env=docker.variables, stdout=log, stderr=log)
     assert engine.wait(lambda: server.poll() is not None or "npu-gptoss" in docker("ps"), 60)
-    assert server.poll() is None, (tmp_path / "log").read_text()
+    assert server.poll() is None, (folder / "log").read_text()
     docker.wait_until_healthy("npu-gptoss")
-    assert "ready after" in (tmp_path / "log").read_text()
+    assert "ready after" in (folder / "log").read_text()
     assert docker.chat("npu-gptoss", QUESTION) == ANSWER
 
     inside = "id -un; ls /dev | grep -E 'davinci|devmm|hisi' | xargs; test -w /dev/davinci1; grep CapEff /proc/1/status"
