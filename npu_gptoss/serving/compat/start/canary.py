@@ -11,6 +11,7 @@ WARM_UP, ASCEND = "compile_or_warm_up_model", "vllm_ascend.worker"
 UNTIL = "vLLM compares its graphs with eager steps"
 
 
+@repair("step-canary", f"vllm.v1.worker.gpu_worker:Worker.{WARM_UP}", releases="0.33", until=UNTIL)
 @repair("step-canary", f"{ASCEND}.worker:NPUWorker.{WARM_UP}", releases="0.23", until=UNTIL)
 @repair("step-canary", f"{ASCEND}.worker_v1:NPUWorker.{WARM_UP}", until=UNTIL)
 def install_canary(module: ModuleType) -> None:
