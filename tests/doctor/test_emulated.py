@@ -35,7 +35,7 @@ def test_the_doctor_reports_a_910b_and_all_is_well(tmp_path: Path) -> None:
     assert [finding for finding in report["findings"] if finding["state"] == "failed"] == []
     assert report["platform"] == "ascend"
     assert found["device"]["sentence"].startswith("2 × Ascend910B3 with 4.0 GiB each")
-    assert "an emulated Ascend 910B" in found["device"]["sentence"]
+    assert "an emulated Ascend910B3" in found["device"]["sentence"]
     assert "CANN 8.3.RC1" in found["cann"]["sentence"]
     assert "vLLM runs on npu" in found["registration"]["sentence"]
     assert "takes learnable_sink" in found["attention-operator"]["sentence"]

@@ -105,7 +105,7 @@ def test_steps_of_other_models_are_not_observed() -> None:
     for model_type, observed in (("qwen3", False), ("gpt_oss", True)):
         runner, dispatched = runner_of(module, model_type), []
         runner.aclgraph_dispatcher = SimpleNamespace(dispatch=lambda step, seen=dispatched: seen.append(step) or answer)
-        step = SimpleNamespace(total_num_scheduled_tokens=1, num_tokens=1)
+        step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"request": 1}, num_tokens=1)
         runner.execute_model(step)
         assert dispatched == [step]
         assert hasattr(runner, metrics.OBSERVER) is observed

@@ -57,9 +57,9 @@ def install_report(module: ModuleType) -> None:
 
     @around(runner, "execute_model")
     def execute_model(original: Original, self: Any, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        # the canary's steps are before the first, and nobody reads their record
-        canned = any(name.startswith(CANNED) for name in scheduler_output.num_scheduled_tokens)
-        if canned or self.model_config.hf_config.model_type != MODEL_TYPE:
+        # the canary's steps, and the empty one that ends them, come before its wrapper of the dispatcher is gone
+        served = any(not name.startswith(CANNED) for name in scheduler_output.num_scheduled_tokens)
+        if not served or self.model_config.hf_config.model_type != MODEL_TYPE:
             return original(self, scheduler_output, intermediate_tensors)
         observer = vars(self).get(OBSERVER)
         if observer is None:  # at the first step: other wrappers of the dispatcher are in place, captures are over
