@@ -27,8 +27,8 @@ from npu_gptoss.moe.triton.layout import TiledExperts, bands
 Factors = tuple[torch.Tensor, torch.Tensor]  # A [..., rank, in] and B [..., out, rank] of one official tensor
 PROJECTIONS = OFFICIAL["attention"]["qkv_weight"]
 OUTPUT, ROUTER, GATE_UP, DOWN = OTHERS = (
-    "self_attn.o_proj.weight",
-    "mlp.router.weight",
+    *OFFICIAL["attention"]["output_weight"],
+    *OFFICIAL["moe"]["router_weight"],
     "mlp.experts.gate_up_proj",
     "mlp.experts.down_proj",
 )

@@ -78,7 +78,7 @@ def test_each_token_has_its_own_adapter(weight_format: str, monkeypatch: pytest.
     assert torch.equal(got[::3], plain[::3]), "tokens without an adapter are computed as ever"
 
 
-def test_large_ranks_and_shared_out_inputs_count_whole_and_mutations_are_seen() -> None:
+def test_large_ranks_and_shared_out_inputs_count_whole() -> None:
     weights, adapters, inputs = made(3, rank=128)
     got = run(weights, adapters, inputs)
     close(got, adapted(weights, adapters, *inputs), share=128)

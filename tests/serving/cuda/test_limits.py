@@ -59,7 +59,7 @@ def test_an_option_that_cannot_be_served_is_refused_by_name(change: dict[str, An
     assert refused(config_of(**change)) == [option]
 
 
-def test_adapters_on_one_gpu_are_served_unless_vllms_own_layout_is_asked_for() -> None:
+def test_adapters_on_one_gpu_are_served_but_in_vllms_own_layout() -> None:
     lora = {"target_modules": None, "enable_moe_shared_loras": False}
     assert refused(config_of(tensor_parallel_size=1, lora_config=Having(**lora))) == []
     for change, option in (
