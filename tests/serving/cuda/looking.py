@@ -74,7 +74,12 @@ def main() -> None:
     began = time.monotonic()
     found = canary.look(worker)
     said: dict[str, Any] = {"right": found.wrong, "seconds": time.monotonic() - began}
-    said |= {"replayed": found.replayed, "captured": found.captured, "largest": found.largest, "limit": found.limit}
+    said |= {
+        "replayed": found.replayed,
+        "captured": found.captured,
+        "largest": found.largest,
+        "unjudged": found.unjudged,
+    }
     for fault in FAULTS:
         with mock.patch.object(
             ModelCudaGraphManager, "run_fullgraph", fault(ModelCudaGraphManager.run_fullgraph, runner)
