@@ -36,7 +36,8 @@ DOCS ?= 1
 VLLM033 ?= 1
 ASCEND_COMPILER ?= 1
 ALL ?=
-SOAK ?=
+SCENARIO ?= mix
+MINUTES ?= 20
 LOCKS ?=
 # 1: where a package index lacks a version of a lock, take what requirements/*.in allow
 UNLOCKED ?=
@@ -120,9 +121,9 @@ test-clients: setup ## Codex, Claude Code, OpenCode and clients of 2025 and toda
 	  tests/clients tests/scripts/test_setup_locks.py $(PYTEST_ARGS); status=$$?; \
 	  $(BIN)/python -m tests.clients.table outputs/clients.xml; exit $$status
 
-.PHONY: soak
-soak: setup ## thousands of honest and hostile requests to a server here (SOAK="--stack emulated --mode full --requests 3000")
-	$(BIN)/python -m tests.soak $(SOAK)
+.PHONY: endure
+endure: setup ## a scenario for minutes against a server here (SCENARIO=mix or all, MINUTES=20, ARGS="--stack emulated-9.1"; ARGS=--list)
+	$(BIN)/python -m tests.endure $(SCENARIO) --minutes $(MINUTES) $(ARGS)
 
 .PHONY: check
 check: setup ## ruff's lint and format, spelling

@@ -2,7 +2,8 @@
 
 python scripts/docs/tables.py --write
 
-`make soak` leaves a record of each run in outputs/soak; the records of docs/reliability.md are in docs/benchmarks/soak.
+`make endure` leaves a record of each run in outputs/endure; the records of docs/reliability.md are in
+docs/benchmarks/endure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from npu_gptoss.serving.compat import patches
 from npu_gptoss.serving.releases import ASCEND_RELEASES, MADE_FOR, RELEASES, SILENT_DEFECTS, TORCH_OLDEST, Release
 
 ROOT = Path(__file__).resolve().parents[2]
-SOAK = ROOT / "docs/benchmarks/soak"
+ENDURE = ROOT / "docs/benchmarks/endure"
 VALUES = {bool: "`1` or `0`", int: "a whole number", float: "seconds", tuple: "names, separated by commas", str: "text"}
 WIDTH = 158  # of the page's lines
 
@@ -126,11 +127,10 @@ def presets() -> str:
     )
 
 
-def soaked(folder: Path = SOAK) -> str:
-    from tests.soak import report  # and with it much that the other tables do without
+def endured(folder: Path = ENDURE) -> str:
+    from tests.endure import judge  # and with it much that the other tables do without
 
-    found = report.load(folder)
-    return "\n" + (report.table(found) if found else "No full run has been recorded yet.")
+    return "\n" + judge.table(judge.load(folder))
 
 
 def forms() -> str:
@@ -159,7 +159,7 @@ PAGES = (
     Tables("docs/configuration.md", {"variables": variables, "operations": operations}),
     Tables("docs/doctor.md", {"window": window, "made-for": made_for, "silent": silent, "presets": presets}),
     Tables("docs/files.md", {"forms": forms}),
-    Tables("docs/reliability.md", {"soak": soaked}),
+    Tables("docs/reliability.md", {"endure": endured}),
     Tables("docs/upstream.md", {"repairs": repairs}),
 )
 

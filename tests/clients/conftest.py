@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.clients.places import set_up
+from tests.endure.server import COMPACT, STACKS, Stack, start
 from tests.serving.openai.conftest import NAME
 from tests.serving.openai.conftest import serve as scripted
 from tests.serving.server import Server
-from tests.soak.server import COMPACT, STACKS, Stack, start
 
 ENGINE = "engine"  # the offline one
 SERVED = {"0.11": "cpu", "0.23": "emulated-9.1", "0.33": ENGINE}  # release -> stack
 MARKS = {"0.23": pytest.mark.emulated, "0.33": pytest.mark.vllm033}
-# ON: one of the soak's stacks instead
+# ON: one of the stacks of `make endure` instead
 ON = os.environ.get("ON")
 assert not ON or ON in STACKS, f"ON={ON}: expected one of {', '.join(STACKS)}"
 RELEASES = [ON] if ON else [pytest.param(release, marks=MARKS.get(release, ())) for release in SERVED]

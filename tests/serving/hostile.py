@@ -1,4 +1,4 @@
-"""Requests that hurt a server, made by hand: data for the tests of admission, the soak and the fuzz.
+"""Requests that hurt a server, made by hand: data for the tests of admission, the endurance runs and the fuzz.
 
 Each was seen to end vLLM 0.11.0's engine or its HTTP process, to keep others waiting, or to be answered with 500 or
 with 200 and rubbish. A few only look hostile: their status is 200, and the server has to serve them.

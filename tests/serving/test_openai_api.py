@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.endure.scenarios import OBJECT, TOOLS
 from tests.markdown import ROOT, code_blocks
 from tests.serving.server import Server, serve, wait_for
-from tests.soak.honest import OBJECT, TOOLS
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -14,9 +14,9 @@ import pytest
 
 from docker import healthcheck
 from scripts import serve_here
+from tests.endure.server import NAME, Stack
 from tests.serving.in_flight import InFlight, descendants, engine_of, is_running
 from tests.serving.server import START_LIMIT, free_port, wait_for
-from tests.soak.server import NAME, Stack
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 

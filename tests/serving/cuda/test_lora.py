@@ -22,12 +22,12 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.tiny.checkpoint import write_tiny
 from research.score_server import fetched
 from scripts.serve_here import ours
+from tests.endure.server import COMPACT, SHARE
 from tests.near_ties import NEAR
 from tests.near_ties import regrets_where_they_part as regrets
 from tests.oracle import random_prompts
 from tests.serving.cuda.lora import write_adapter
 from tests.serving.server import Server, serve
-from tests.soak.server import COMPACT, SHARE
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
 pytestmark = [

@@ -10,8 +10,8 @@ import torch
 
 from npu_gptoss.tiny.checkpoint import write_tiny
 from research.score_server import fetched
+from tests.endure.server import COMPACT, SHARE
 from tests.serving.server import serve
-from tests.soak.server import COMPACT, SHARE
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Clients without manners: they leave, dawdle, or send half of a body. Most get no answer."""
+"""Rude clients: they leave, dawdle, close a half of their socket, or send half of a body. Most get no answer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
+from tests.endure.server import NAME
 from tests.serving.hostile import CHAT, COMPLETIONS, RESPONSES
-from tests.soak.server import NAME
 
 PATIENCE = 120  # seconds; a server that sends nothing for so long is stuck
 LONG = {"max_tokens": 400, "ignore_eos": True}  # it would go on for long if nobody left
@@ -40,7 +40,7 @@ async def connection(url: str, receive_buffer: int = 0):
 def request(route: str, body: dict[str, object], length: int | None = None) -> bytes:
     """A request; `length`: of the body, as the header says."""
     raw = json.dumps({"model": NAME, **body}).encode()
-    head = f"POST {route} HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n"
+    head = f"POST {route} HTTP/1.1\r\nHost: endure\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(raw) if length is None else length}\r\n\r\n".encode() + raw
 
 
@@ -58,11 +58,11 @@ QUESTION = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]}
 
 
 async def leaves_a_stream(url: str, rng: random.Random) -> None:
-    """Hears a few pieces and goes."""
-    body = rng.choice([(CHAT, QUESTION), (COMPLETIONS, {"prompt": [7, 8, 9]})])
+    """Hears a few pieces and goes: while the prompt is computed, at the first token, in the middle."""
+    body = rng.choice([(CHAT, QUESTION), (COMPLETIONS, {"prompt": [7, 8, 9]}), (COMPLETIONS, {"prompt": [7] * 2000})])
     async with connection(url) as (reader, writer):
         writer.write(request(body[0], {**body[1], **LONG, "stream": True}))
-        await _some(reader, rng.randint(1, 30))
+        await _some(reader, rng.choice((1, 2, 4, 30, 100)))
 
 
 async def leaves_a_response(url: str, rng: random.Random) -> None:
@@ -71,12 +71,34 @@ async def leaves_a_response(url: str, rng: random.Random) -> None:
         await _some(reader, rng.randint(1, 12))
 
 
+async def leaves_a_message(url: str, rng: random.Random) -> None:
+    async with connection(url) as (reader, writer):
+        writer.write(request("/v1/messages", {**QUESTION, "max_tokens": 400, "stream": True}))
+        await _some(reader, rng.randint(1, 12))
+
+
 async def leaves_at_once(url: str, rng: random.Random) -> None:
     """Asks for many long choices and does not wait for any."""
     async with connection(url) as (_, writer):
         writer.write(request(CHAT, {**QUESTION, **LONG, "n": rng.randint(1, 4)}))
         await writer.drain()
-        await asyncio.sleep(rng.uniform(0, 0.3))
+        await asyncio.sleep(rng.choice((0, 0.01, 0.3)))
+
+
+async def leaves_at_the_end(url: str, rng: random.Random) -> None:
+    """Goes as the last token comes."""
+    async with connection(url) as (reader, writer):
+        body = {"prompt": [7, 8, 9], "max_tokens": 5, "ignore_eos": True, "stream": True}
+        writer.write(request(COMPLETIONS, body))
+        await _some(reader, 5 + 2 * 5 - 1)
+
+
+async def closes_half(url: str, rng: random.Random) -> None:
+    """Sends no more after its request, as HTTP allows: it may be answered or taken for gone, and no more."""
+    async with connection(url) as (reader, writer):
+        writer.write(request(CHAT, {**QUESTION, "max_tokens": 3}))
+        writer.write_eof()
+        await asyncio.wait_for(reader.read(), PATIENCE)
 
 
 async def reads_slowly(url: str, rng: random.Random) -> None:
@@ -131,16 +153,11 @@ async def talks_nonsense(url: str, rng: random.Random) -> None:
 
 
 Rude = Callable[[str, random.Random], Awaitable[None]]
-
-RUDE: tuple[tuple[int, Rude], ...] = (
-    (5, leaves_a_stream),
-    (3, leaves_a_response),
-    (4, leaves_at_once),
-    (2, reads_slowly),
-    (3, sends_half_a_body),
-    (2, sends_slowly),
-    (2, talks_nonsense),
+LEAVE: tuple[Rude, ...] = (
+    *(leaves_a_stream, leaves_a_stream, leaves_a_response, leaves_a_message, leaves_at_once),
+    *(leaves_at_the_end, sends_half_a_body),
 )
+DAWDLE: tuple[Rude, ...] = (reads_slowly, sends_slowly, closes_half, talks_nonsense, sends_half_a_body)
 
 
 def name(rude: Rude) -> str:
