@@ -27,6 +27,7 @@ class AttentionMetadata:
     seq_lens: [requests] keys that the last row of each request sees: cached and new ones.
     block_table: [requests, blocks] int32, the cache block of each `block_size` positions of a request.
     slot_mapping: [>= rows] int32 or int64, block * block_size + offset at which each new key and value is stored.
+    positions: [>= rows] int64, where each row's token stands; for attention that turns queries and keys itself.
     lengths: [requests] int32 on the device, where only it knows how many keys a request of one row sees, and seq_lens
         has the most that it can be; of requests of more rows seq_lens is exact. Triton kernels take it.
     """
@@ -36,6 +37,7 @@ class AttentionMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     lengths: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     # Index tensors that a solution derives once per step and reuses in every layer, by its own key.
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 

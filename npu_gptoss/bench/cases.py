@@ -16,7 +16,7 @@ from npu_gptoss.bench import roofline
 from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.roofline import BF16_BYTES, FP32_BYTES, Work, kv_bytes_per_token, linear_work
 from npu_gptoss.dense import operations as dense_operations
-from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER
 from npu_gptoss.kernels import Described, Operation, signature
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe import mxfp4, packed
@@ -27,7 +27,7 @@ from npu_gptoss.verify.cases import DenseInputs, Shape, Sizes, Step, as_decode, 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose experts a rotation walks over on a GPU, where a step is small
 FEWEST = 8  # calls of a rotation of experts
-DENSE = {operation.mode: operation for operation in (ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER)}
+DENSE = {operation.mode: operation for operation in (ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER)}
 ROLES = {"mxfp4": moe.Mxfp4Experts.format, "fp8": moe.Fp8Experts.format}  # the names of formats in a weight role
 
 
@@ -251,6 +251,11 @@ def _described(mode: str, inputs: Inputs, rows: int) -> tuple[Described, Work]:
         return (signature(hidden=dtype), {}), stream + stream
     if mode == "greedy":
         return (signature(logits=dtype), {}), Work(activation_bytes=rows * sizes.vocab * BF16_BYTES)
+    if mode == "rotate_write":  # queries read and written, keys and values read and stored
+        moved = Work(activation_bytes=rows * (sizes.query + sizes.packed) * BF16_BYTES)
+        heads = sizes.packed // sizes.head_dim
+        call = dense_operations.rotate_write_call(dtype, heads, dtype, sizes.head_dim)
+        return call, moved + Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))
     size, out, beside = {
         "qkv": (sizes.hidden, sizes.packed, Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))),
         "output": (sizes.query, sizes.hidden, Work()),
@@ -266,7 +271,7 @@ def dense_cases(mode: str, inputs: Inputs, points: Points) -> Iterator[Case]:
     """A dense operation for every number of rows; each set of a rotation has separate tensors."""
 
     def make(rows: int) -> dict[str, Any]:
-        roles = dict.fromkeys(("hidden", "weight", "kv", "logits"), inputs.dtype_name)
+        roles = dict.fromkeys(("hidden", "weight", "qkv", "kv", "logits"), inputs.dtype_name)
         made = DenseInputs(inputs.generator, roles, rows, inputs.sizes, mode != "router", edges=False)
         # logits go into a buffer, as in the engine
         out = torch.empty(rows, inputs.sizes.vocab, device=inputs.device, dtype=inputs.dtype)

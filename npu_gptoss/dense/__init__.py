@@ -11,17 +11,19 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import StepMetadata
-from npu_gptoss.dense import reference, small_ops, triton  # noqa: F401  (registers their kernels)
+from npu_gptoss.dense import reference, rotation, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.dense.operations import (
     ADD_NORM,
     GREEDY,
     LOGITS,
     OUTPUT,
     QKV,
+    ROTATE_WRITE,
     ROUTER,
     logits_call,
     output_call,
     qkv_call,
+    rotate_write_call,
     router_call,
 )
 from npu_gptoss.errors import InputError
@@ -33,11 +35,13 @@ __all__ = [
     "bind_logits",
     "bind_output",
     "bind_qkv",
+    "bind_rotate_write",
     "bind_router",
     "greedy",
     "logits",
     "output",
     "qkv",
+    "rotate_write",
     "router",
 ]
 
@@ -47,6 +51,11 @@ Kernel = Bound | str | None
 def bind_qkv(hidden: torch.dtype, weight: torch.Tensor, head_dim: int) -> Bound:
     """The kernels of a layer's `qkv`, whose cache has the dtype of the activations."""
     return bind(QKV, lambda rows: qkv_call(rows, hidden, weight, hidden, head_dim))
+
+
+def bind_rotate_write(qkv: torch.dtype, heads: int, head_dim: int) -> Bound:
+    """heads: of queries, keys and values together."""
+    return bind(ROTATE_WRITE, lambda _: rotate_write_call(qkv, heads, qkv, head_dim))
 
 
 def bind_output(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
@@ -83,6 +92,25 @@ def _check_weight(weight: torch.Tensor, inputs: int, bias: torch.Tensor | None, 
         raise InputError(f"the bias of {name} must be [{weight.shape[0]}], got {list(bias.shape)}", field="bias")
 
 
+def _check_heads(width: int, key_cache: torch.Tensor, value_cache: torch.Tensor, name: str) -> int:
+    """Returns head_dim. width: of packed queries, keys and values."""
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise InputError(
+            "the caches must be alike [blocks, block_size, kv_heads, head_dim], "
+            f"got {list(key_cache.shape)} and {list(value_cache.shape)}",
+            field="key_cache",
+        )
+    kv_heads, head_dim = key_cache.shape[2:]
+    heads, rest = divmod(width - 2 * kv_heads * head_dim, head_dim)
+    if heads < 1 or rest:
+        raise InputError(
+            f"{name} is {width} wide, which is no number of query heads of {head_dim} "
+            f"with {kv_heads} key and value heads",
+            field=name,
+        )
+    return head_dim
+
+
 def qkv(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
@@ -111,20 +139,7 @@ def qkv(
     """
     _check_rows(residual, delta, norm_weight)
     _check_weight(weight, residual.shape[1], bias, "weight")
-    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
-        raise InputError(
-            "the caches must be alike [blocks, block_size, kv_heads, head_dim], "
-            f"got {list(key_cache.shape)} and {list(value_cache.shape)}",
-            field="key_cache",
-        )
-    kv_heads, head_dim = key_cache.shape[2:]
-    heads, rest = divmod(weight.shape[0] - 2 * kv_heads * head_dim, head_dim)
-    if heads < 1 or rest:
-        raise InputError(
-            f"weight has {weight.shape[0]} rows, which is no number of query heads of {head_dim} "
-            f"with {kv_heads} key and value heads",
-            field="weight",
-        )
+    head_dim = _check_heads(weight.shape[0], key_cache, value_cache, "weight")
     if positions.shape[0] != residual.shape[0]:
         raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}", field="positions")
     run = chosen(
@@ -134,6 +149,45 @@ def qkv(
         residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, weight=weight, bias=bias, cos_sin=cos_sin,
         positions=positions, key_cache=key_cache, value_cache=value_cache, metadata=metadata,
     )  # fmt: skip
+
+
+def rotate_write(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: StepMetadata,
+    *,
+    kernel: Kernel = None,
+) -> torch.Tensor:
+    """The end of `qkv`, from the packed projections on: turned queries [rows, heads, head_dim].
+
+    qkv: [rows, (heads + 2 * kv_heads) * head_dim]. Keys and values of negative slots are not stored, nor those of rows
+    past `metadata.num_tokens`, whose queries may be anything.
+    cos_sin: [positions, head_dim], cosines, then sines; positions: [>= rows] int64.
+    """
+    head_dim = _check_heads(qkv.shape[1], key_cache, value_cache, "qkv")
+    tokens = metadata.num_tokens
+    if min(len(positions), len(metadata.slot_mapping), len(qkv)) < tokens:
+        raise InputError(
+            f"{tokens} tokens need as many rows, positions and slots, got {len(qkv)}, {len(positions)} and "
+            f"{len(metadata.slot_mapping)}",
+            field="positions",
+        )
+    query = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * key_cache.shape[2], head_dim)
+    if tokens:
+        run = chosen(
+            ROTATE_WRITE,
+            kernel,
+            0,
+            lambda _: rotate_write_call(qkv.dtype, qkv.shape[1] // head_dim, key_cache.dtype, head_dim),
+        )
+        run(
+            qkv=qkv[:tokens], cos_sin=cos_sin, positions=positions, key_cache=key_cache, value_cache=value_cache,
+            slot_mapping=metadata.slot_mapping, query=query[:tokens],
+        )  # fmt: skip
+    return query
 
 
 def output(

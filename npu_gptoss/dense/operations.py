@@ -23,6 +23,14 @@ QKV = define_operation(
     sizes=("rows", "aligned"),
     summary="residual add, RMSNorm, the three input projections with bias, RoPE, and the write to the paged cache",
 )
+ROTATE_WRITE = define_operation(
+    "dense",
+    "rotate_write",
+    roles=("qkv", "kv"),
+    traits=("head_dim",),
+    sizes=("heads",),  # of queries, keys and values together
+    summary="RoPE of packed queries and keys, and the write of keys and values to the paged cache",
+)
 OUTPUT = define_operation(
     "dense",
     "output",
@@ -59,6 +67,10 @@ def qkv_call(rows: int, hidden: torch.dtype, weight: torch.Tensor, kv: torch.dty
     """Describes a call of dense.qkv."""
     traits = {"rows": rows, "head_dim": head_dim, "aligned": aligned(weight)}
     return signature(hidden=hidden, weight=weight.dtype, kv=kv), traits
+
+
+def rotate_write_call(qkv: torch.dtype, heads: int, kv: torch.dtype, head_dim: int) -> Described:
+    return signature(qkv=qkv, kv=kv), {"heads": heads, "head_dim": head_dim}
 
 
 def output_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Described:

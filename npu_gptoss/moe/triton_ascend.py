@@ -10,15 +10,12 @@ Loading this module imports triton. `npu-gptoss verify --compile` says what was 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
+from npu_gptoss.kernels.triton_ascend import vector_cores
 from npu_gptoss.moe.packed import PackedMatrix
-
-PROGRAMS_WITHOUT_A_CARD = 3  # so that each goes round more than once
 
 
 @triton.jit
@@ -56,16 +53,6 @@ def expand_kernel(
                     values = tl.maximum(normal, step[None, :] * size) | sign
                     tl.store(out + ((target + tile) * 4 + quarter) * (ROWS * COLUMNS) + at, values)
                     packed = (packed & -16) >> 4
-
-
-@functools.cache
-def vector_cores(device: torch.device) -> int:
-    """Of the card: the fixed grid, whatever a step touches."""
-    if device.type != "npu":
-        return PROGRAMS_WITHOUT_A_CARD
-    from triton.runtime import driver
-
-    return driver.active.utils.get_device_properties(device.index)["num_vectorcore"]
 
 
 def expand(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor) -> None:

@@ -66,7 +66,9 @@ class SinkAttentionBackend(AttentionBackend):
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
-def step_metadata(common_prefix_len: int, common: CommonAttentionMetadata) -> AttentionMetadata:
+def step_metadata(
+    common_prefix_len: int, common: CommonAttentionMetadata, positions: torch.Tensor | None = None
+) -> AttentionMetadata:
     """Returns a scheduler step with its real requests and tokens only, without padding."""
     if common_prefix_len:
         raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) supports no sinks")
@@ -76,6 +78,7 @@ def step_metadata(common_prefix_len: int, common: CommonAttentionMetadata) -> At
         seq_lens=seq_lens,
         block_table=common.block_table_tensor[: len(seq_lens)],
         slot_mapping=common.slot_mapping[: query_start_loc[-1]],
+        positions=positions,
     )
 
 
@@ -106,6 +109,8 @@ class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
 class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
     """One layer's attention: checks at construction and after loading that its sinks and its window are present."""
 
+    rotates = False  # it gets queries and keys before RoPE
+
     def __init__(
         self,
         num_heads: int,
@@ -122,11 +127,12 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         sinks: torch.Tensor | None = None,
         window: int | None,
         owner: str = "a layer",
+        rotary: object = None,
         **unknown: object,
     ) -> None:
         """`sinks` [num_heads] is the layer's parameter; `window` counts the visible keys including the token's own,
-        None on a full layer; `owner` names the layer in errors. Raises InputError for options that would silently be
-        dropped."""
+        None on a full layer; `owner` names the layer in errors; `rotary` is for implementations that rotate. Raises
+        InputError for options that would silently be dropped."""
         refused = {
             "alibi_slopes": alibi_slopes is not None,
             f"sliding_window={sliding_window}, window={window}": sliding_window not in (None, window),
@@ -177,6 +183,20 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
             f"{' and '.join(experts)}; NPU_GPTOSS=0 leaves gpt-oss to vLLM."
         )
 
+    def store(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Writes the step's keys and values into the cache; returns the queries for attention."""
+        write, _ = self.kernels.of(query, key_cache, self.sinks)
+        write_kv_cache(key, value, key_cache, value_cache, metadata, kernel=write)
+        return query
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -197,8 +217,8 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         if attn_metadata is None:
             return output.zero_()
         key_cache, value_cache = kv_cache
-        write, attend = self.kernels.of(query, key_cache, self.sinks)
-        write_kv_cache(key, value, key_cache, value_cache, attn_metadata, kernel=write)
+        _, attend = self.kernels.of(query, key_cache, self.sinks)
+        query = self.store(query, key, value, key_cache, value_cache, attn_metadata)
         return paged_attention(
             query,
             key_cache,

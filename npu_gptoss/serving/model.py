@@ -99,14 +99,18 @@ class GptOssAttention(nn.Module):
             sinks=self.sinks,
             window=window,
             owner=prefix,
+            rotary=self.rotary_emb,
         )
+        self.rotates = self.attn.impl.rotates
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """hidden_states [tokens, hidden] -> [tokens, hidden], summed over ranks."""
         qkv, _ = self.qkv_proj(hidden_states)
         query, key, value = qkv.split(self.split_sizes, dim=-1)
-        query, key = self.rotary_emb(positions, query, key)
-        output, _ = self.o_proj(self.attn(query, key, value.contiguous()))
+        if not self.rotates:
+            query, key = self.rotary_emb(positions, query, key)
+            value = value.contiguous()
+        output, _ = self.o_proj(self.attn(query, key, value))
         return output
 
 

@@ -392,17 +392,33 @@ class DenseInputs:
     def qkv(self) -> dict[str, Any]:
         """The last of many rows are padding, with keys that are not stored; slots in any order; any angles, with a
         scale as YaRN's."""
-        rows, sizes, device = self.rows, self.sizes, self.generator.device
-        real = rows if rows < 3 or not self.edges else rows - 2
-        blocks, stream = max(BLOCKS, rows), self._stream(rows)
-        angle = torch.rand(64, sizes.head_dim // 2, generator=self.generator, device=device) * 6.28
-        shape = (2, blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
-        caches = torch.full(shape, UNTOUCHED, dtype=getattr(torch, self.roles["kv"]), device=device)
-        slots = torch.randperm(blocks * BLOCK_SIZE, generator=self.generator, device=device)[:real]
+        sizes, stream = self.sizes, self._stream(self.rows)
         return {
             **stream,
             "weight": self._matrix(sizes.packed, sizes.hidden),
             "bias": self._normal(sizes.packed, std=0.5),
+            **self._turned(),
+        }
+
+    def rotate_write(self) -> dict[str, Any]:
+        """As `qkv`, with slots of -1, as in a graph's padding, and one of 0."""
+        made = self._turned()
+        slots = made["metadata"].slot_mapping
+        slots[:1] = 0
+        if len(slots) > 2 and self.edges:
+            slots[1::3] = -1
+            slots[-1] = made["key_cache"][..., 0, 0].numel() - 1
+        return {"qkv": self._normal(self.rows, self.sizes.packed, role="qkv"), **made}
+
+    def _turned(self) -> dict[str, Any]:
+        rows, sizes, device = self.rows, self.sizes, self.generator.device
+        real = rows if rows < 3 or not self.edges else rows - 2
+        blocks = max(BLOCKS, rows)
+        angle = torch.rand(64, sizes.head_dim // 2, generator=self.generator, device=device) * 6.28
+        shape = (2, blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
+        caches = torch.full(shape, UNTOUCHED, dtype=getattr(torch, self.roles["kv"]), device=device)
+        slots = 1 + torch.randperm(blocks * BLOCK_SIZE - 2, generator=self.generator, device=device)[:real]
+        return {
             "cos_sin": torch.cat((angle.cos(), angle.sin()), -1) * 1.3,
             "positions": torch.randint(1, 64, (rows,), generator=self.generator, device=device),
             "key_cache": caches[0],

@@ -33,7 +33,7 @@ from npu_gptoss.verify.source_mutations import EQUIVALENT, source_mutations
 CPU = torch.device("cpu")
 ASCEND = Platform("ascend", frozenset({"torch_npu", "triton", TRITON_FOR_ASCEND}))
 INTERPRETER, LOWERED = "interpreter", "lowered"  # the steps that call a kernel, before the names of their calls
-CARDS = ("Ascend910B3", "Ascend910_9391")  # an A2 and an A3: their names for the compiler
+CARDS = ("Ascend910B3", "Ascend910B4-1", "Ascend910_9391")  # two A2 and an A3: their names for the compiler
 SECONDS = 60  # of one mutation: then it is caught, because it does not end
 DOUBLINGS = 8  # of a constant, until the compiler refuses it
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from npu_gptoss.dense import add_norm, greedy, logits, operations, output, qkv, router
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense import add_norm, greedy, logits, operations, output, qkv, rotate_write, router
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER
 from npu_gptoss.kernels import Operation
 from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.verify.calls import Call, CallSpec, Check
@@ -22,7 +22,7 @@ ROWS = (1, 2, 3, 17, FEW_ROWS, FEW_ROWS + 1)
 LARGE_ROWS = (1, 20, 140)
 # gpt-oss's own sizes, apart, so that matrices stay small
 WIDE, MANY_HEADS = {"hidden": 2880, "experts": 32}, {"heads": 64, "kv_heads": 8}
-LARGE = {QKV: (WIDE, MANY_HEADS), OUTPUT: (MANY_HEADS,), GREEDY: ()}  # WIDE for the others
+LARGE = {QKV: (WIDE, MANY_HEADS), ROTATE_WRITE: (MANY_HEADS,), OUTPUT: (MANY_HEADS,), GREEDY: ()}  # WIDE for the others
 
 
 def dense_calls(spec: CallSpec, operation: Operation) -> Iterator[Call]:
@@ -63,6 +63,10 @@ def dense_calls(spec: CallSpec, operation: Operation) -> Iterator[Call]:
 def _traits(operation: Operation, inputs: Inputs) -> Mapping[str, object]:
     if operation in (ADD_NORM, GREEDY):
         return {}
+    if operation == ROTATE_WRITE:
+        qkv, cache = inputs["qkv"], inputs["key_cache"]
+        dim = cache.shape[3]
+        return operations.rotate_write_call(qkv.dtype, qkv.shape[1] // dim, cache.dtype, dim)[1]
     x = next(inputs[name] for name in ("residual", "attended", "normed") if inputs.get(name) is not None)
     if operation == QKV:
         cache = inputs["key_cache"]
@@ -75,6 +79,12 @@ def run_qkv(inputs: Inputs, kernel: str | None) -> Outputs:
     residual, query = qkv(**inputs, kernel=kernel)
     caches = {name: inputs[name] for name in ("key_cache", "value_cache")}
     return {"residual": residual, "query": query, **caches}
+
+
+def run_rotate_write(inputs: Inputs, kernel: str | None) -> Outputs:
+    """Of padding rows only that they are not stored."""
+    query = rotate_write(**inputs, kernel=kernel)[: inputs["metadata"].num_tokens]
+    return {"query": query, **{name: inputs[name] for name in ("key_cache", "value_cache")}}
 
 
 def run_output(inputs: Inputs, kernel: str | None) -> Outputs:
@@ -104,6 +114,7 @@ CHECKS = tuple(
     Check(operation, functools.partial(dense_calls, operation=operation), run, dtypes, precisions)
     for operation, run, dtypes, precisions in (
         (QKV, run_qkv, {**_WEIGHTED, "kv": FLOATS}, {}),
+        (ROTATE_WRITE, run_rotate_write, {"qkv": FLOATS, "kv": FLOATS}, {}),
         (OUTPUT, run_output, _WEIGHTED, {}),
         (ROUTER, run_router, _WEIGHTED, {}),
         (ADD_NORM, run_add_norm, {"hidden": FLOATS}, {}),

@@ -28,6 +28,7 @@ Tensor = torch.Tensor
 
 PAGED, WRITE, ROUTE, EXPERTS = "attention.paged", "attention.write_kv", "moe.route", "moe.experts"
 QKV, OUTPUT, ROUTER, ADD_NORM = "dense.qkv", "dense.output", "dense.router", "dense.add_norm"
+TURNS = ("dense.qkv", WRITE_TURNED := "dense.rotate_write")
 LOGITS, GREEDY, ADVANCE = "dense.logits", "dense.greedy", "graphs.advance"
 PACKED = "moe.expand"
 EXPAND, COMPRESS, TABLES, ROTATE = "mxfp4.expand", "mxfp4.compress", "rope.tables", "rope.rotate"
@@ -300,6 +301,21 @@ def _next_slot(inputs: Inputs) -> AttentionMetadata:
     return _changed(slot_mapping=lambda slot: (slot + 1) % slots)(inputs["metadata"])
 
 
+def _padding_stored(inputs: Inputs) -> AttentionMetadata | None:
+    """A slot of -1 is the cache's last but one from its end on."""
+    slots, count = inputs["metadata"].slot_mapping, inputs["key_cache"][..., 0, 0].numel()
+    if not bool((slots < 0).any()):
+        return None
+    return _changed(slot_mapping=lambda slot: torch.where(slot < 0, count - 2, slot))(inputs["metadata"])
+
+
+def _values_turned(inputs: Inputs, definition: Definition) -> Outputs:
+    """As if the values stood where the keys are."""
+    width = inputs["key_cache"].shape[2] * inputs["key_cache"].shape[3]
+    qkv = torch.cat((inputs["qkv"][:, : -2 * width], inputs["qkv"][:, -width:].repeat(1, 2)), 1)
+    return {**definition(inputs), "value_cache": definition({**inputs, "qkv": qkv})["key_cache"]}
+
+
 def _last_of_equals(inputs: Inputs, right: Outputs) -> Outputs:
     logits = inputs["logits"]
     last = logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
@@ -318,12 +334,15 @@ DENSE = (
     of_each("delta twice", *STREAM, delta=lambda t: 2 * t.float()),
     of_each("bias dropped", *BIASED, bias=torch.zeros_like),
     of_each("bias twice", *BIASED, bias=lambda t: 2 * t),
-    of_each("RoPE halves swapped", QKV, cos_sin=_turned(lambda cos, sin: (cos, -sin))),
-    of_each("cosine and sine swapped", QKV, cos_sin=_turned(lambda cos, sin: (sin, cos))),
-    of_each("angles in reverse order", QKV, cos_sin=_turned(lambda cos, sin: (cos.flip(-1), sin.flip(-1)))),
-    of_each("RoPE left out", QKV, cos_sin=_turned(lambda c, s: (torch.ones_like(c), torch.zeros_like(s)))),
-    of_each("position one too far", QKV, positions=lambda t: t - 1),
-    of_inputs("slot off by one", QKV, metadata=_next_slot),
+    of_each("RoPE halves swapped", *TURNS, cos_sin=_turned(lambda cos, sin: (cos, -sin))),
+    of_each("cosine and sine swapped", *TURNS, cos_sin=_turned(lambda cos, sin: (sin, cos))),
+    of_each("angles in reverse order", *TURNS, cos_sin=_turned(lambda cos, sin: (cos.flip(-1), sin.flip(-1)))),
+    of_each("RoPE left out", *TURNS, cos_sin=_turned(lambda c, s: (torch.ones_like(c), torch.zeros_like(s)))),
+    of_each("position one too far", *TURNS, positions=lambda t: t - 1),
+    of_inputs("slot off by one", *TURNS, metadata=_next_slot),
+    Mutation("values turned", (WRITE_TURNED,), _values_turned),
+    of_result("keys not stored", WRITE_TURNED, change=lambda i, right: {"key_cache": i["key_cache"]}),
+    of_inputs("padding rows stored", WRITE_TURNED, metadata=_padding_stored),
     of_each("smallest logits chosen", ROUTER, weight=lambda t: -t, bias=lambda t: -t),
     of_each("padding rows routed", ROUTER, live=lambda t: torch.ones_like(t) if bool((t == 0).any()) else None),
     of_result("routing weight dropped", ROUTER, change=_where_several(lambda r: {"weights": (r["ids"] >= 0).float()})),

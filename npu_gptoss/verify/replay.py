@@ -108,7 +108,7 @@ def _without_out(arguments: dict[str, Any]) -> Inputs:
 
 
 def _write_kv(arguments: dict[str, Any]) -> Inputs:
-    rest = {name: value for name, value in arguments.items() if name != "slot_mapping"}
+    rest = {name: value for name, value in arguments.items() if name not in ("slot_mapping", "query")}
     return {**rest, "metadata": one_key_each(arguments["slot_mapping"])}
 
 
@@ -126,6 +126,7 @@ PUBLIC: dict[str, Callable[[dict[str, Any]], Inputs]] = {
     "attention.write_kv": _write_kv,
     "moe.experts": _experts,
     "moe.expand": _expand,
+    "dense.rotate_write": _write_kv,
     "dense.logits": _without_out,
     "dense.greedy": _without_out,
 }

@@ -70,8 +70,9 @@ def _difference(before: str, after: str, line: int) -> str:
 
 # (kernel, change) -> the reason why it computes the same
 _TILES = "for tile in range(tl.program_id(0), tiles, tl.num_programs({})):"
+_TOKENS = "for token in range(tl.program_id(0), tokens, tl.num_programs({})):"
+_REPEATS = "each program repeats the work of all others: right, and that many times slower, which no result shows"
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("expand_kernel", f"{_TILES.format(0)}  ->  {_TILES.format(1)}"): (
-        "each program repeats the work of all others: right, and that many times slower, which no result shows"
-    )
+    ("expand_kernel", f"{_TILES.format(0)}  ->  {_TILES.format(1)}"): _REPEATS,
+    ("rotate_write_kernel", f"{_TOKENS.format(0)}  ->  {_TOKENS.format(1)}"): _REPEATS,
 }

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, write_kv_cache
+from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
+from npu_gptoss.dense import bind_rotate_write, rotate_write
 from npu_gptoss.errors import InputError, Refusal
+from npu_gptoss.serving import releases
 from npu_gptoss.serving.ascend import captured, start_check
 from npu_gptoss.serving.attention import SinkAttentionImpl, step_metadata
 from npu_gptoss.serving.releases.ascend import (
@@ -59,7 +61,7 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: AscendCommonAttentionMetadata, model: object = None
     ) -> AttentionMetadata:
-        step = step_metadata(common_prefix_len, common_attn_metadata)
+        step = step_metadata(common_prefix_len, common_attn_metadata, common_attn_metadata.positions)
         self.built = step.seq_lens
         return step
 
@@ -78,6 +80,7 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
             seq_lens=(1,) * requests,
             block_table=common_attn_metadata.block_table_tensor[:requests],
             slot_mapping=common_attn_metadata.slot_mapping[:requests],
+            positions=common_attn_metadata.positions,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: AscendCommonAttentionMetadata) -> AttentionMetadata:
@@ -85,14 +88,61 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
         return self.build_for_graph_capture(common_attn_metadata)
 
 
+def packed(*parts: torch.Tensor) -> torch.Tensor:
+    """The tensor [rows, width] of which these [rows, heads, head_dim] are the parts, without a copy."""
+    first, width = parts[0], sum(part.shape[1] * part.shape[2] for part in parts)
+    at = first.data_ptr()
+    for part in parts:
+        strides = (width, part.shape[2], 1)
+        if part.data_ptr() != at or part.stride()[len(part) == 1 :] != strides[len(part) == 1 :]:
+            raise RuntimeError(f"queries, keys and values must be parts of one tensor, got strides {part.stride()}")
+        at += part.shape[1] * part.shape[2] * part.element_size()
+    return first.as_strided((len(first), width), (width, 1))
+
+
 class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
-    """One layer's attention, with the construction and checks of `SinkAttentionImpl`."""
+    """One layer's attention, with the construction and checks of `SinkAttentionImpl`.
+
+    With Triton-Ascend it rotates: queries and keys before RoPE and values come as parts of one tensor, and one launch
+    turns them, parts them and writes the cache.
+    """
+
+    def __init__(self, num_heads: int, head_size: int, *args: Any, rotary: Any = None, **kwargs: Any) -> None:
+        super().__init__(num_heads, head_size, *args, **kwargs)
+        dtype = self.sinks.dtype
+        self.rotary, self.turn = rotary, bind_rotate_write(dtype, num_heads + 2 * self.num_kv_heads, head_size)
+        self.rotates = self.turn.of(0).kernel.solution == "triton_ascend" and releases.here().launches_triton
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
         for constant in (causal_mask, no_lse):  # made here, because no graph can make them
             constant(self.sinks.device)
-        start_check.attention(self.num_heads, self.num_kv_heads, self.sinks.dtype, self.sinks.device)
+        rank = self.num_heads, self.num_kv_heads, self.sinks.dtype, self.sinks.device
+        start_check.attention(*rank)
+        if self.rotates:
+            start_check.rotation(*rank)
+
+    def store(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """As in `SinkAttentionImpl`; where this layer rotates, the three are parts of one tensor before RoPE."""
+        if not self.rotates:
+            return super().store(query, key, value, key_cache, value_cache, metadata)
+        return rotate_write(
+            packed(query, key, value),
+            self.rotary.cos_sin_cache,
+            metadata.positions,
+            key_cache,
+            value_cache,
+            metadata,
+            kernel=self.turn,
+        )
 
     def forward(
         self,
@@ -118,6 +168,5 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         if attn_metadata is None or not captured.capturing(get_forward_context()):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         key_cache, value_cache = kv_cache
-        write, _ = self.kernels.of(query, key_cache, self.sinks)
-        write_kv_cache(key, value, key_cache, value_cache, attn_metadata, kernel=write)
+        query = self.store(query, key, value, key_cache, value_cache, attn_metadata)
         return captured.capture(self, layer.layer_name, query, key_cache, value_cache, attn_metadata, output)

@@ -17,6 +17,7 @@ import torch
 
 from npu_gptoss.attention import ascend, paged_call
 from npu_gptoss.attention.operations import PAGED
+from npu_gptoss.dense.operations import ROTATE_WRITE
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.kernels import SelectedKernel, select_kernel
 from npu_gptoss.model import device_memory
@@ -62,6 +63,13 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
             return
         wrong = still
     _refuse("attention computes", wrong, PAGED.name)
+
+
+@functools.cache
+def rotation(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InputError for wrong RoPE or a wrong cache write by our kernel, which the card's compiler has built."""
+    rank = Rank(device, dtype, REPEATS, heads=heads, kv_heads=kv_heads)
+    _refuse("RoPE and the cache write compute", _wrong(dense.rotation(rank, Depth.START)), ROTATE_WRITE.name)
 
 
 def _wrong(found: Iterable[Result]) -> list[Result]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from npu_gptoss import dense
+from npu_gptoss.dense.operations import ROTATE_WRITE
 from npu_gptoss.kernels import current_platform, platform_override
-from npu_gptoss.verify.cases import poison
+from npu_gptoss.verify.cases import DenseInputs, Inputs, Sizes, on, poison, widened
 from npu_gptoss.verify.compare import Outputs, Result, rows_checked
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.self_test.attention import HEAD_DIM
@@ -62,6 +63,25 @@ def results(rank: Rank, depth: Depth) -> Iterator[Result]:
 def narrow(rank: Rank, depth: Depth) -> Iterator[Result]:
     """Norms narrower than gpt-oss's, as tiny checkpoints have them."""
     yield from norms(NARROW_ROWS, NARROW_WIDTH, rank)
+
+
+def rotation(rank: Rank, depth: Depth) -> Iterator[Result]:
+    """RoPE and the cache write as one launch, with slots of -1, which are not written."""
+    dtype = str(rank.dtype).removeprefix("torch.")
+    sizes = Sizes(heads=rank.heads, kv_heads=rank.kv_heads, head_dim=HEAD_DIM)
+    for rows in NORM_ROWS[min(depth, Depth.SECONDS)]:
+        made = DenseInputs(torch.Generator().manual_seed(rows), {"qkv": dtype, "kv": dtype}, rows, sizes).rotate_write()
+        with platform_override("cpu"):
+            want = _rotated(widened(made), f"{ROTATE_WRITE.name}.reference")
+        there = on(made, rank.device)
+        call = f"RoPE and the cache write of {rows} rows"
+        run = functools.partial(_rotated, there)
+        yield rows_checked(call, run, want, repeats=rank.repeats, suspect="Triton-Ascend's compiler")[0]
+
+
+def _rotated(inputs: Inputs, kernel: str | None = None) -> Outputs:
+    query = dense.rotate_write(**inputs, kernel=kernel)[: inputs["metadata"].num_tokens]
+    return {name: t.cpu() for name, t in (("query", query), *((n, inputs[n]) for n in ("key_cache", "value_cache")))}
 
 
 def projections(cases: Iterable[Case], rank: Rank) -> Iterator[Result]:

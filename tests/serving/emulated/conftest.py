@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 import torch
 from ascend_emulator.launch import Machine, environment
 
-from emulator.tests.machine import venv
+from emulator.tests.machine import ROOT, venv
+from emulator.tests.test_triton import PACKAGES
 from tests.checkpoints import new_checkpoint
 from tests.oracle import load_oracle, oracle_logits
 from tests.serving.emulated.rounds import VOCABULARY
@@ -50,6 +52,7 @@ def importing(machine: Machine, **more: str) -> Iterator[subprocess.Popen[str]]:
     place = venv(machine)
     variables = {
         **environment(machine, place),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'emulator'}",  # this checkout's packages
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -84,7 +87,8 @@ def ascend() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="session")
 def ascend_9_1() -> Iterator[subprocess.Popen[str]]:
-    with importing(Machine("9.1", devices=8)) as process:
+    """With Triton-Ascend, as every card of this stack has it, unless its compiler is not set up."""
+    with importing(Machine("9.1", devices=8, triton=PACKAGES if PACKAGES.is_dir() else None)) as process:
         yield process
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from ascend_emulator.launch import Machine
 
+from emulator.tests.test_triton import PACKAGES, needs_compiler
 from npu_gptoss.bench import roofline
 from npu_gptoss.model.config import GptOssConfig
 from tests.checkpoints import new_checkpoint
@@ -36,10 +37,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {layers: new_checkpoint(tmp_path_factory, layers=layers, **SHAPE) for layers in (2, 4)}
 
 
-@pytest.fixture(scope="module", params=["8.3.rc1"])
+@pytest.fixture(scope="module", params=[("8.3.rc1", None)])
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    trace = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    with importing(Machine(request.param, trace=trace)) as process:
+    trace, (cann, triton) = tmp_path_factory.mktemp("trace") / "trace.jsonl", request.param
+    with importing(Machine(cann, trace=trace, triton=triton)) as process:
         yield process, trace
 
 
@@ -88,12 +89,22 @@ def test_our_layer_neither_waits_nor_copies_and_launches_few(batch, launches, tr
     assert found["launches"] == 2 * launches
 
 
-@pytest.mark.parametrize("traced", ["9.1"], indirect=True)
-def test_our_layer_neither_waits_nor_copies_on_9_1(traced, models, tmp_path):
-    """vLLM 0.23 would schedule a step ahead of its tokens."""
-    found = step_of_two_layers(traced, models, tmp_path, 8, options=EAGER | BF16 | {"async_scheduling": False})
+ON_9_1 = {"async_scheduling": False}  # vLLM 0.23 would schedule a step ahead of its tokens
+
+
+@pytest.mark.parametrize(
+    ("traced", "batch", "launches"),
+    [
+        pytest.param(("9.1", PACKAGES), 1, 13, marks=[pytest.mark.ascend_compiler, needs_compiler]),
+        pytest.param(("9.1", PACKAGES), 8, 13, marks=[pytest.mark.ascend_compiler, needs_compiler]),
+        (("9.1", None), 8, 19),
+    ],
+    indirect=["traced"],
+)
+def test_our_layer_neither_waits_nor_copies_on_9_1(traced, batch, launches, models, tmp_path):
+    found = step_of_two_layers(traced, models, tmp_path, batch, options=EAGER | BF16 | ON_9_1)
     assert {name: found.get(name, 0) for name in ("h2d", "d2h", "waits")} == {"h2d": 0, "d2h": 0, "waits": 0}
-    assert found["launches"] == 2 * 19
+    assert found["launches"] == 2 * launches
 
 
 def test_our_layer_moves_the_rooflines_bytes(traced, models, tmp_path):

@@ -48,6 +48,13 @@ def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
     assert replays[len(ORDINARY) :] == [(TOKENS - 1) * graphs_a_step] * len(PURE)
 
 
+@pytest.mark.long
+def test_without_our_launch_the_layer_rotates_by_vllm_ascend(serve_9_1, expected):
+    rounds = ORDINARY + PURE[:1]
+    results, _ = serve_9_1(rounds, variables={"NPU_GPTOSS_KERNEL_DENSE_ROTATE_WRITE": "small_ops"})
+    assert right(rounds, results, expected) == [True] * len(rounds)
+
+
 QUICK = ("full decode graphs", "TP=2, experts in parallel")
 
 

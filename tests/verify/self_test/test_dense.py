@@ -93,3 +93,24 @@ def test_lost_sum_of_the_residual_fails(monkeypatch):
     monkeypatch.setitem(OPS, "npu::npu_add_rms_norm", lambda x, residual, *rest: (*right(x, residual, *rest)[:2], x))
     with ascend_ops.ascend():
         assert {what.partition(" ")[0] for what in wrong(normed())} == {"add_rms_norm"}
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"positions": lambda t: t - 1}, {"slot_mapping": lambda t: t.clamp(min=1)}], ids=str
+)
+def test_a_wrong_position_and_a_written_padding_slot_are_seen(change, monkeypatch):
+    """As a compiler other than the one that `verify --compile` asks could make of the kernel."""
+
+    def run(inputs, kernel=None):
+        if kernel is None:
+            metadata = inputs["metadata"]
+            slots = change.get("slot_mapping", lambda t: t)(metadata.slot_mapping)
+            positions = change.get("positions", lambda t: t)(inputs["positions"])
+            inputs = {**inputs, "positions": positions, "metadata": replace(metadata, slot_mapping=slots)}
+        return right(inputs, kernel)
+
+    right = dense._rotated
+    monkeypatch.setattr(dense, "_rotated", run)
+    with platform_override("cpu", frozenset()):
+        found = [*dense.rotation(RANK, Depth.START)]
+    assert len(wrong(found)) == (len(found) if change else 0)
