@@ -27,6 +27,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 LARGE = 128 * 1024  # bytes; a thread reads larger bodies, so that /health does not wait
 LEAVES = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 PARSED = "npu_gptoss.parsed"  # key in a request's scope: the body's bytes and the parsed JSON
+HEALTH = ("/health", "/ping")
 _NO_LIMITS = Limits(0, 0, 0, 0)
 
 
@@ -41,6 +42,9 @@ class Server(Protocol):
 
     def check_route(self, route: str) -> None:
         """Raises Refusal for a route that the served model cannot answer."""
+
+    async def check_engine(self, *, waits: bool) -> None:
+        """Raises Refusal while the engine is being started anew. waits: for it, up to a limit."""
 
     async def limits(self) -> Limits: ...
 
@@ -78,9 +82,18 @@ class AdmissionMiddleware:
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1008})
             return await answer(send, objection, CHALLENGE, route_path(scope))
-        if scope["type"] == "websocket" or scope["method"] != "POST":
+        if scope["type"] == "websocket":
+            return await self.app(scope, receive, send)
+        if (route := route_path(scope)) in HEALTH:
+            try:
+                await self.server.check_engine(waits=False)
+            except Refusal as refusal:
+                return await answer(send, refusal)
+        if scope["method"] != "POST":
             return await self.app(scope, receive, send)
         try:
+            if route not in HEALTH:
+                await self.server.check_engine(waits=True)
             await self._post(scope, receive, send)
         except Refusal as refusal:
             self.server.refused(refusal.status)

@@ -35,6 +35,7 @@ class Refusal(Exception):
     message: str
     param: str | None = None
     status: HTTPStatus = HTTPStatus.BAD_REQUEST
+    retry_after: int | None = None  # seconds
 
     def body(self, route: str = "") -> bytes:
         """Returns the answer's JSON: in OpenAI's form, or in Anthropic's on the routes of its API."""
@@ -61,5 +62,7 @@ async def answer(send: Send, refusal: Refusal, headers: tuple[tuple[bytes, bytes
     body = refusal.body(route)
     length = str(len(body)).encode()
     base = ((b"content-type", b"application/json"), (b"content-length", length))
+    if refusal.retry_after is not None:
+        headers = (*headers, (b"retry-after", str(refusal.retry_after).encode()))
     await send({"type": "http.response.start", "status": int(refusal.status), "headers": [*base, *headers]})
     await send({"type": "http.response.body", "body": body})

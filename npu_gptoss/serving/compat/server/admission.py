@@ -23,7 +23,7 @@ from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.admission.rules import Limits
 from npu_gptoss.serving.admission.structures import Structures
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.server import structures
+from npu_gptoss.serving.compat.server import restart, structures
 from npu_gptoss.serving.compat.server.completions import as_chats_do
 from npu_gptoss.serving.compat.targets import API_SERVER, APP_ENTRY, BOTH
 from npu_gptoss.serving.releases.vllm import request_classes
@@ -87,6 +87,9 @@ class VllmServer:
         name = SERVES.get(route)
         if name is not None and getattr(self._state, name, self) is None:
             raise Refusal(f"POST {route} is not available: the served model only generates text.")
+
+    async def check_engine(self, *, waits: bool) -> None:
+        await restart.check(getattr(self._state.engine_client, "engine_core", None), waits=waits)
 
     async def limits(self) -> Limits:
         if self._limits is None:

@@ -128,10 +128,6 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
     await ending
 
 
-def _processes(engine: Any) -> list[Any]:
-    return list(getattr(engine.engine_core.resources.engine_manager, "processes", ()))
-
-
 def _at_once(number: int, frame: object) -> None:
     """Ends the engines and API servers that this process has started, and then itself."""
     from npu_gptoss.serving.releases.vllm import kill_process_tree
@@ -156,12 +152,14 @@ def install_servers(managers: ModuleType) -> None:
         original(self, max(timeout or 0, envs.get("NPU_GPTOSS_DRAIN_SECONDS") + LAST_WORDS + GRACE))
 
 
-def _cause(engine: Any) -> str:
-    """Returns the engine's last error, or the signal or status with which its process ended."""
-    pulse = getattr(engine.engine_core, "npu_gptoss_pulse", None)
+def cause_of_death(core: Any) -> str:
+    """Returns the engine's last error, or the signal or status with which its process ended. core: vLLM's client."""
+    if gave_up := getattr(core, "gave_up", ""):  # of restart.py
+        return gave_up
+    pulse = getattr(core, "npu_gptoss_pulse", None)
     if pulse is not None and pulse.cause:
         return pulse.cause
-    for process in _processes(engine):
+    for process in getattr(core.resources.engine_manager, "processes", ()):
         code = process.exitcode
         if code is not None and code < 0:
             killed = " (the kernel does that when memory runs out)" if -code == signal.SIGKILL else ""
@@ -173,6 +171,6 @@ def _cause(engine: Any) -> str:
 
 async def _died(engine: Any) -> None:
     """Logs the cause and exits. Awaited last, when everything is closed."""
-    cause = "".join(c if c.isprintable() else " " for c in _cause(engine))
+    cause = "".join(c if c.isprintable() else " " for c in cause_of_death(engine.engine_core))
     logger.error("npu-gptoss: the engine died: %s. The server ends with exit status %d.", cause, STATUS)
     raise SystemExit(STATUS)

@@ -1,0 +1,200 @@
+"""Kills the engines of a real server under streams, and compares every token with those of an undisturbed run.
+
+    python -m tests.serving.outliving --stack cpu --engines 2 --streams 200 --kills 20
+
+Each kind of request is asked without a fault first. Then the streams run, `AT_ONCE` at a time, and SIGKILL hits an
+engine process whenever a chosen stream has begun. With `--record FILE` the outcome is written as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from scripts import serve_here
+from tests.serving.in_flight import descendants
+from tests.serving.server import START_LIMIT, free_port
+from tests.soak.server import NAME, Stack
+
+AT_ONCE = 10
+SCHEMA = {"type": "object", "properties": {"a": {"enum": list("xyz")}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+LONG = {"max_tokens": 96, "ignore_eos": True, "prompt": [200006, 1428, 200008, 4827, 382, 220, 18]}
+TALK = {"max_tokens": 120, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
+GREEDY, SEEDED = {"temperature": 0}, {"temperature": 1.0, "seed": 11}
+# route, fields
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("completions", LONG | GREEDY),
+    "greedy, log-probabilities": ("completions", LONG | GREEDY | {"logprobs": 2}),
+    "greedy, penalties": ("completions", LONG | GREEDY | {"presence_penalty": 0.7, "frequency_penalty": 0.3}),
+    "seeded": ("completions", LONG | SEEDED),
+    "seeded, n": ("completions", LONG | SEEDED | {"n": 2}),
+    "seeded, stop string": ("completions", LONG | SEEDED | {"stop": ["e "], "min_tokens": 40}),
+    "structured": ("chat/completions", TALK | SEEDED | {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}),
+    "chat": ("chat/completions", TALK | GREEDY),
+    "chat, seeded, n": ("chat/completions", TALK | SEEDED | {"n": 2}),
+    "responses": ("responses", {"input": "What is 5 + 2?", "temperature": 0, "max_output_tokens": 120}),
+    "messages": ("messages", {"messages": TALK["messages"], "temperature": 0, "max_tokens": 120}),
+}
+
+
+async def ask(session: aiohttp.ClientSession, url: str, kind: str, seen: Callable[[], None] = lambda: None) -> Any:
+    """Streams a request. Returns what the client has got, without what differs by nature; `seen` counts its events."""
+    route, fields = KINDS[kind]
+    more = {"stream_options": {"include_usage": True}, "return_token_ids": True} if "completions" in route else {}
+    got: dict[str, Any] = {}
+    async with session.post(f"{url}/v1/{route}", json=fields | more | {"model": NAME, "stream": True}) as response:
+        if response.status != 200:
+            return {"status": response.status, "body": await response.text()}
+        async for line in response.content:
+            text = line.decode().removeprefix("data: ").strip()
+            if not line.startswith(b"data: ") or text == "[DONE]":
+                continue
+            seen()
+            _add(got, json.loads(text))
+    return got
+
+
+def _add(got: dict[str, Any], event: Mapping[str, Any]) -> None:
+    """Adds an event, so that its pieces' sizes do not matter."""
+    if "error" in event:
+        got["error"] = event["error"]
+    for choice in event.get("choices", ()):
+        mine = got.setdefault(str(choice["index"]), {"tokens": [], "text": "", "reasoning": "", "finish": None, "top": []})
+        delta = choice.get("delta") or {}
+        mine["tokens"] += choice.get("token_ids") or []
+        mine["text"] += choice.get("text") or delta.get("content") or ""
+        mine["reasoning"] += delta.get("reasoning_content") or delta.get("reasoning") or ""
+        mine["finish"] = choice.get("finish_reason") or mine["finish"]
+        mine["top"] += ((choice.get("logprobs") or {}).get("tokens")) or []
+    usage = event.get("usage")
+    if "choices" in event and usage:
+        got["usage"] = [usage["prompt_tokens"], usage["completion_tokens"]]
+    if "choices" not in event and event.get("type", "").endswith(("delta", "content_block_delta")):
+        delta = event["delta"]
+        words = delta if isinstance(delta, str) else delta.get("text") or delta.get("thinking") or ""
+        got[event["type"]] = got.get(event["type"], "") + words
+    if event.get("type") == "response.completed":
+        got["usage"] = event["response"]["usage"]["output_tokens"]
+
+
+def engines_of(pid: int) -> list[int]:
+    return [p for p in descendants(pid) if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds: list[str]) -> dict[str, Any]:
+    """Returns the record of a run against a server that is ready."""
+    chosen, found = random.Random(seed), Counter()
+    left = asyncio.Semaphore(AT_ONCE)
+    killed: list[float] = []
+    pauses: list[float] = []
+    differences: list[Any] = []
+    each = max(1, streams // max(kills, 1))
+    plan = {number * each for number in range(kills)}  # these streams kill after some of their events
+    timeout = aiohttp.ClientTimeout(total=900)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        wanted = {kind: await ask(session, url, kind) for kind in kinds}
+        assert not any("status" in each or "error" in each for each in wanted.values()), wanted
+        assert wanted == {kind: await ask(session, url, kind) for kind in kinds}, "not repeatable without a fault"
+
+        async def stream(number: int) -> None:
+            kind = kinds[number % len(kinds)]
+            after, last = chosen.randrange(1, 20), time.monotonic()
+            events, longest = 0, 0.0
+
+            def seen() -> None:
+                nonlocal events, last, longest
+                events += 1
+                longest, last = max(longest, time.monotonic() - last), time.monotonic()
+                if number in plan and events == after and (alive := engines_of(process.pid)):
+                    os.kill(chosen.choice(alive), signal.SIGKILL)
+                    killed.append(time.monotonic())
+
+            async with left:
+                last = time.monotonic()
+                got = await ask(session, url, kind, seen)
+            pauses.append(longest)
+            if got == wanted[kind]:
+                found["equal"] += 1
+                return
+            found["lost" if "error" in got or "status" in got or len(str(got)) < len(str(wanted[kind])) else "different"] += 1
+            differences.append({"kind": kind, "got": got, "wanted": wanted[kind]})
+
+        await asyncio.gather(*map(stream, range(streams)))
+        async with session.get(f"{url}/metrics") as response:
+            metrics = await response.text()
+    at_rest = [line for line in metrics.splitlines() if line.startswith(("vllm:num_requests", "vllm:kv_cache_usage_perc"))]
+    return {
+        "streams": streams,
+        "kills": len(killed),
+        "kinds": kinds,
+        "equal": found["equal"],
+        "lost": found["lost"],
+        "different": found["different"],
+        "longest pause, s": round(max(pauses, default=0.0), 1),
+        "differences": differences[:5],
+        "at rest": all(float(line.rsplit(" ", 1)[1]) == 0 for line in at_rest),
+    }
+
+
+def served(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, Any]:
+    stack, port = Stack(arguments.stack), free_port()
+    command, environment = stack.command(model, port)
+    environment |= {"NPU_GPTOSS_ENGINE_RESTARTS": str(arguments.kills + 1)}
+    engines = ["--data-parallel-size", str(arguments.engines)] if arguments.engines > 1 else []
+    process = serve_here.start([*command, *engines], environment, log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT)
+        kinds = [kind for kind in KINDS if not arguments.kinds or kind in arguments.kinds.split(";")]
+        record = asyncio.run(run(process, url, arguments.streams, arguments.kills, arguments.seed, kinds))
+        return {"stack": arguments.stack, "engines": arguments.engines, "seed": arguments.seed} | record
+    finally:
+        serve_here.stop(process)
+
+
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--stack", default="cpu")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default="", help="names of KINDS, separated by semicolons; all by default")
+    parser.add_argument("--record", type=Path)
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    from npu_gptoss.tiny.checkpoint import write_tiny
+
+    arguments = parsed()
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(Path(folder) / "model", trained=True)
+        log = Path(folder) / "log"
+        try:
+            record = served(arguments, Path(folder) / "model", log)
+        finally:
+            Path("outputs").mkdir(exist_ok=True)
+            Path("outputs/outliving.log").write_text(log.read_text())
+    text = json.dumps(record, indent=1)
+    print(text)
+    if arguments.record is not None:
+        arguments.record.write_text(text + "\n")
+    return int(record["equal"] != record["streams"] or not record["at rest"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
