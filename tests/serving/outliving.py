@@ -30,7 +30,9 @@ from tests.serving.server import START_LIMIT, free_port
 from tests.soak.server import NAME, Stack
 
 AT_ONCE = 10
-SCHEMA = {"type": "object", "properties": {"a": {"enum": list("xyz")}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+PROPERTIES = {"a": {"enum": list("xyz")}, "b": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES)}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 LONG = {"max_tokens": 96, "ignore_eos": True, "prompt": [200006, 1428, 200008, 4827, 382, 220, 18]}
 TALK = {"max_tokens": 120, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
 GREEDY, SEEDED = {"temperature": 0}, {"temperature": 1.0, "seed": 11}
@@ -42,7 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "seeded": ("completions", LONG | SEEDED),
     "seeded, n": ("completions", LONG | SEEDED | {"n": 2}),
     "seeded, stop string": ("completions", LONG | SEEDED | {"stop": ["e "], "min_tokens": 40}),
-    "structured": ("chat/completions", TALK | SEEDED | {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}),
+    "structured": ("chat/completions", TALK | SEEDED | {"response_format": FORMAT}),
     "chat": ("chat/completions", TALK | GREEDY),
     "chat, seeded, n": ("chat/completions", TALK | SEEDED | {"n": 2}),
     "responses": ("responses", {"input": "What is 5 + 2?", "temperature": 0, "max_output_tokens": 120}),
@@ -72,7 +74,9 @@ def _add(got: dict[str, Any], event: Mapping[str, Any]) -> None:
     if "error" in event:
         got["error"] = event["error"]
     for choice in event.get("choices", ()):
-        mine = got.setdefault(str(choice["index"]), {"tokens": [], "text": "", "reasoning": "", "finish": None, "top": []})
+        mine = got.setdefault(
+            str(choice["index"]), {"tokens": [], "text": "", "reasoning": "", "finish": None, "top": []}
+        )
         delta = choice.get("delta") or {}
         mine["tokens"] += choice.get("token_ids") or []
         mine["text"] += choice.get("text") or delta.get("content") or ""
@@ -129,13 +133,17 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
             if got == wanted[kind]:
                 found["equal"] += 1
                 return
-            found["lost" if "error" in got or "status" in got or len(str(got)) < len(str(wanted[kind])) else "different"] += 1
+            found[
+                "lost" if "error" in got or "status" in got or len(str(got)) < len(str(wanted[kind])) else "different"
+            ] += 1
             differences.append({"kind": kind, "got": got, "wanted": wanted[kind]})
 
         await asyncio.gather(*map(stream, range(streams)))
         async with session.get(f"{url}/metrics") as response:
             metrics = await response.text()
-    at_rest = [line for line in metrics.splitlines() if line.startswith(("vllm:num_requests", "vllm:kv_cache_usage_perc"))]
+    at_rest = [
+        line for line in metrics.splitlines() if line.startswith(("vllm:num_requests", "vllm:kv_cache_usage_perc"))
+    ]
     return {
         "streams": streams,
         "kills": len(killed),
@@ -188,7 +196,9 @@ def main() -> int:
             record = served(arguments, Path(folder) / "model", log)
         finally:
             Path("outputs").mkdir(exist_ok=True)
-            Path("outputs/outliving.log").write_text(log.read_text())
+            Path(f"outputs/outliving-{arguments.stack}-{arguments.engines}-{arguments.seed}.log").write_text(
+                log.read_text()
+            )
     text = json.dumps(record, indent=1)
     print(text)
     if arguments.record is not None:

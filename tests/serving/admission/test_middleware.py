@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 import pytest
 
 from npu_gptoss.serving.admission.keys import KeyGuard
 from npu_gptoss.serving.admission.middleware import LARGE, AdmissionMiddleware
-from npu_gptoss.serving.admission.refusal import Refusal
+from npu_gptoss.serving.admission.refusal import Refusal, answer
 from npu_gptoss.serving.admission.rules import Limits
 from tests.serving.hostile import HOSTILE, Hostile
 
@@ -44,12 +45,18 @@ class Taken:
 class AnyServer:
     def __init__(self) -> None:
         self.counted: list[int] = []
+        self.down, self.waited = "", []  # why there is no engine; how it was asked
 
     def refused(self, status: int) -> None:
         self.counted.append(int(status))
 
     def check_route(self, route: str) -> None:
         pass
+
+    async def check_engine(self, *, waits: bool) -> None:
+        self.waited.append(waits)
+        if self.down:
+            raise Refusal(self.down, status=HTTPStatus.SERVICE_UNAVAILABLE, retry_after=7)
 
     async def limits(self) -> Limits:
         return LIMITS
@@ -311,3 +318,23 @@ def test_a_preflight_needs_no_key_and_nothing_else_hides_as_one() -> None:
         ("OPTIONS", (origin, asked), 200), ("OPTIONS", (origin,), 401), ("GET", (origin, asked), 401)
     ):  # fmt: skip
         assert ask(admission(keys=("secret",)), headers=headers, method=method)[0] == status
+
+
+def test_missing_engine_is_not_said_by_health_and_before_a_request_is_read() -> None:
+    app = admission()
+    app.server.down = "the engine is being started anew"
+    assert ask(app, "/health", method="GET")[0] == ask(app, "/ping")[0] == 503
+    status, said = ask(app, body={"messages": []})
+    assert (status, said["error"]["message"]) == (503, app.server.down)
+    assert ask(app, "/metrics", method="GET")[0] == 200
+    assert (app.server.waited, app.server.counted) == ([False, False, True], [503])
+
+
+def test_client_does_not_learn_when_to_ask_again() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(answer(send, Refusal("Later.", status=HTTPStatus.SERVICE_UNAVAILABLE, retry_after=7)))
+    assert (b"retry-after", b"7") in sent[0]["headers"]

@@ -331,8 +331,8 @@ def _processes(client: Any) -> list[Any]:
 
 
 def _cause(client: Any) -> str:
-    deadline = time.monotonic() + 2.0
-    while time.monotonic() < deadline and all(process.exitcode is None for process in _processes(client)):
+    deadline, processes = time.monotonic() + 2.0, _processes(client)
+    while processes and time.monotonic() < deadline and all(process.exitcode is None for process in processes):
         time.sleep(0.05)
     return cause_of_death(client)
 
