@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 from ascend_emulator import graphs, memory
-from ascend_emulator.binding import DEVICE_TO_HOST, HOST_TO_DEVICE, check, library
+from ascend_emulator.binding import DEVICE_TO_HOST, HELD_UP, HOST_TO_DEVICE, IDLE, check, library
 from ascend_emulator.calls import Operation
 
+_in_flight: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by stream: copies that it has not made yet
 _on_device = Operation("aten::copy_", torch.ops.aten.copy_.default, ours=False, writes=frozenset({0}))
 
 
@@ -21,6 +22,12 @@ def _transfer(target: torch.Tensor, source: torch.Tensor, kind: int, stream: int
     if non_blocking:
         code = library.aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, kind, stream)
         check("aclrtMemcpyAsync", code)
+        state = library.emulator_acquire(stream)
+        if state == HELD_UP:  # torch_npu's allocator of pinned memory gives none away that a copy will read or write
+            _in_flight.setdefault(stream, []).append((target, source))
+        elif state == IDLE:
+            library.emulator_release(stream)
+            _in_flight.pop(stream, None)
     else:
         check("aclrtSynchronizeStreamWithTimeout", library.aclrtSynchronizeStream(stream))
         check("aclrtMemcpy", library.aclrtMemcpy(target.data_ptr(), size, source.data_ptr(), size, kind))

@@ -26,7 +26,7 @@ DEFECTS = {
     "first-replay": "the first replay of a graph with updated calls ends in NaN (vllm-ascend's report 15560, of "
     "unknown cause)",
     "unset-workspace": "attention in a graph reads its workspace before it writes it: wrong at the first replay",
-    "late-replays": "a replay begins when the host waits for something: other streams overtake it, unless vllm-ascend "
+    "late-replays": "a replay begins when the host waits for it: other streams overtake it, unless vllm-ascend "
     "waits before each replay (its PR 14081)",
 }
 

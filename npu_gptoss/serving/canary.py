@@ -254,7 +254,7 @@ class Canary:
         if hidden is None:
             return None
         places = {name: place for place, name in enumerate(order)}
-        return hidden[[places[name] for name in names]]
+        return torch.stack([hidden[places[name]] for name in names])  # a list as index would wait for the device
 
     def _empty(self) -> Any:
         output = self.release.empty_step()

@@ -30,10 +30,22 @@ void execute_event(Task &task) {
   }
 }
 
-// With the defect late-replays a replay begins when a host thread waits for something: other streams overtake it.
-bool held(const Task &task) {
+bool needs(const Stream *waiter, const Stream *stream) {
+  if (waiter == stream) return true;
+  for (auto &wait : waiter->queue)
+    if (wait.kind == Kind::wait)
+      for (auto &task : stream->queue)
+        if (task.kind == Kind::record && task.event == wait.event) return true;
+  return false;
+}
+
+// With the defect late-replays a replay begins when a host thread waits for it: other streams overtake it.
+bool held(const Task &task, const Stream *stream) {
   static const bool late = has_defect("late-replays");
-  return late && task.kind == Kind::replay && !machine().waiting;
+  if (!late || task.kind != Kind::replay) return false;
+  for (auto waiter : machine().waiting)
+    if (needs(waiter, stream)) return false;
+  return true;
 }
 
 // With the defect first-replay, the first replay of a graph with updated tasks loses the results of its last kernel.
@@ -135,7 +147,7 @@ int pump(Lock &lock, Stream *mine) {
       while (machine().pending.count(stream) && !stream->running && !stream->queue.empty()) {
         Task &task = stream->queue.front();
         int code = 0;
-        if ((task.kind == Kind::wait && !ready(task)) || held(task)) break;
+        if ((task.kind == Kind::wait && !ready(task)) || held(task, stream)) break;
         stream->running = true;
         if (task.kind == Kind::update) {
           lock.unlock();  // Python is told to forget
@@ -167,7 +179,7 @@ int pump(Lock &lock, Stream *mine) {
 
 int drain(Lock &lock, Stream *stream) {
   static const double patience = atof(setting("HANG_SECONDS", "10"));
-  Waiting until_the_end;
+  Waiting until_the_end(stream);
   uint64_t seen = machine().steps;
   auto since = std::chrono::steady_clock::now();
   while (stream->running || !stream->queue.empty()) {

@@ -103,7 +103,7 @@ struct Machine {
   std::set<Group *> groups;
   std::vector<std::shared_ptr<Capture>> captures;
   uint64_t steps = 0;
-  int waiting = 0;                         // host threads that wait for a stream or an event
+  std::multiset<Stream *> waiting;         // for which host threads wait
   execute_hook execute = nullptr;
   forget_hook forget = nullptr;
 };
@@ -111,8 +111,9 @@ struct Machine {
 Machine &machine();
 typedef std::unique_lock<std::mutex> Lock;
 struct Waiting {  // needs the mutex when it begins and ends
-  Waiting() { machine().waiting++; }
-  ~Waiting() { machine().waiting--; }
+  explicit Waiting(Stream *stream) : mine(machine().waiting.insert(stream)) {}
+  ~Waiting() { machine().waiting.erase(mine); }
+  std::multiset<Stream *>::iterator mine;
 };
 
 // The number of the device of this thread, or -1.
