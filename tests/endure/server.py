@@ -46,9 +46,11 @@ class Stack:
     stack: str = "cpu"
     mode: str = ""
     policy: str = "fcfs"
+    devices: int = 1  # of tensor parallelism
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.stack, self.mode, self.policy)))
+        ranks = f"tp{self.devices}" if self.devices > 1 else ""
+        return "-".join(filter(None, (self.stack, self.mode, self.policy, ranks)))
 
     @property
     def at_a_time(self) -> int:
@@ -68,7 +70,8 @@ class Stack:
         if self.stack == "cuda":
             sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
             graphs = [*SHARE, "--max-model-len", "8192", "--compilation-config", json.dumps(sizes)]
-        return [*COMPACT, *batch, *dtype, *graphs]
+        ranks = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
+        return [*COMPACT, *batch, *dtype, *graphs, *ranks]
 
     def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
@@ -77,7 +80,7 @@ class Stack:
         if self.stack in EMULATED:
             stack = stacks.named(EMULATED[self.stack])
             place = find_venv(stack=stack)
-            base, python = environment(Machine(stack.cann[0]), place, base), place / "bin/python"
+            base, python = environment(Machine(stack.cann[0], self.devices), place, base), place / "bin/python"
         command = serve_here.serve_command(model, NAME, "127.0.0.1", port, self.flags(), on, python)
         variables = serve_here.serving_environment(model, model, base, on)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
@@ -87,12 +90,15 @@ class Stack:
 
 @dataclass
 class Served:
-    """A server that can be ended and started again at its address. flags, variables: more of them."""
+    """A server that can be ended and started again at its address.
+
+    variables: more of them. before: the command that runs its command.
+    """
 
     stack: Stack
     model: Path
     log: Path
-    flags: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
 
@@ -103,7 +109,7 @@ class Served:
     def start(self) -> Served:
         command, variables = self.stack.command(self.model, self.port)
         self.process: Popen[bytes] = serve_here.start(
-            [*command, *self.flags], {**variables, **self.variables}, self.log
+            [*self.before, *command], {**variables, **self.variables}, self.log
         )
         try:
             limit = START_LIMIT * (1 if self.stack.stack == "cpu" else 2)
@@ -111,11 +117,12 @@ class Served:
         except BaseException:
             serve_here.stop(self.process)
             raise
+        self.family = family(self.process.pid)
         return self
 
     def stop(self, with_signal: int = signal.SIGTERM, patience: float = 60) -> list[str]:
         """The processes that outlive the server by 5 s, in words; they are killed."""
-        below = _family(self.process.pid)
+        below = {*self.family, *family(self.process.pid)}
         if self.process.poll() is None:
             self.process.send_signal(with_signal)
             with contextlib.suppress(TimeoutExpired):
@@ -126,7 +133,7 @@ class Served:
         return words
 
 
-def _family(root: int) -> list[psutil.Process]:
+def family(root: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(root)
         return [parent, *parent.children(recursive=True)]
@@ -159,7 +166,7 @@ def gpu_memory() -> float:
 def look(root: int, on_gpu: bool = False) -> dict[str, float]:
     """Memory (MiB), descriptors, threads of the processes by role, without those that end meanwhile."""
     found: dict[str, float] = {"memory, gpu": gpu_memory()} if on_gpu else {}
-    for process in _family(root):
+    for process in family(root):
         with contextlib.suppress(psutil.Error):
             who = role(process, root)
             costs = {
