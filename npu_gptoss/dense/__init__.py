@@ -20,16 +20,20 @@ from npu_gptoss.dense.operations import (
     QKV,
     ROTATE_WRITE,
     ROUTER,
+    TOKEN,
     logits_call,
     output_call,
     qkv_call,
     rotate_write_call,
     router_call,
+    token_call,
 )
+from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound, bind, chosen, signature
 
 __all__ = [
+    "Shortlist",
     "add_norm",
     "bind_add_norm",
     "bind_logits",
@@ -37,12 +41,14 @@ __all__ = [
     "bind_qkv",
     "bind_rotate_write",
     "bind_router",
+    "bind_token",
     "greedy",
     "logits",
     "output",
     "qkv",
     "rotate_write",
     "router",
+    "token",
 ]
 
 Kernel = Bound | str | None
@@ -68,6 +74,10 @@ def bind_router(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
 
 def bind_logits(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
     return bind(LOGITS, lambda rows: logits_call(rows, hidden, weight))
+
+
+def bind_token(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
+    return bind(TOKEN, lambda rows: token_call(rows, hidden, weight))
 
 
 def bind_add_norm(hidden: torch.dtype) -> Bound:
@@ -292,3 +302,27 @@ def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Ker
     run = chosen(GREEDY, kernel, logits.shape[0], lambda _: (signature(logits=logits.dtype), {}))
     run(logits=logits, out=out)
     return out
+
+
+def token(
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    shortlist: Shortlist,
+    noise: torch.Tensor | None = None,
+    *,
+    kernel: Kernel = None,
+) -> torch.Tensor:
+    """The first token of the largest logit + noise of each row, [rows] int64; -1 for a row that is not finite.
+
+    normed: [rows, hidden]; weight: lm_head [vocab, hidden]; shortlist: of this weight.
+    noise: [rows, vocab] float32, finite; Gumbel's draws from the distribution of the logits. None: the largest logit.
+    A logit is rounded to normed's dtype, as `logits` rounds it, before the noise is added.
+    """
+    _check_weight(weight, normed.shape[-1], None, "lm_head")
+    if noise is not None and (noise.shape != (len(normed), len(weight)) or noise.dtype != torch.float32):
+        raise InputError(
+            f"noise must be [{len(normed)}, {len(weight)}] float32, got {list(noise.shape)} {noise.dtype}",
+            field="noise",
+        )
+    run = chosen(TOKEN, kernel, normed.shape[0], lambda rows: token_call(rows, normed.dtype, weight))
+    return run(normed=normed, weight=weight, shortlist=shortlist, noise=noise)

@@ -56,6 +56,13 @@ LOGITS = define_operation(
 GREEDY = define_operation(
     "dense", "greedy", roles=("logits",), summary="the largest logit of each row, unless one is damaged"
 )
+TOKEN = define_operation(
+    "dense",
+    "token",
+    roles=("hidden", "weight"),
+    sizes=("rows", "aligned"),
+    summary="the token of the largest logit, with noise where it is drawn, of normed rows",
+)
 
 
 def aligned(weight: torch.Tensor) -> bool:
@@ -83,4 +90,4 @@ def router_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Describ
     return signature(hidden=hidden, weight=weight.dtype), {"rows": rows, **sizes, "aligned": aligned(weight)}
 
 
-logits_call = output_call
+logits_call = token_call = output_call

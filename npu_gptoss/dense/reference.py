@@ -6,6 +6,7 @@
     output  = residual + attended @ weight.T + bias
     router  = top-k of normed @ weight.T + bias, softmax over the k
     logits  = normed @ lm_head.T
+    token   = argmax of logits + noise
 
 (openai/gpt-oss `gpt_oss/torch/model.py`.) The sum is float32; other results
 are rounded to the dtype of the weights once, at the end.
@@ -16,7 +17,8 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import StepMetadata
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, TOKEN
+from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 
 
@@ -131,3 +133,15 @@ def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     largest = logits.amax(-1, keepdim=True)
     first = (logits == largest).int().argmax(-1)
     out.copy_(torch.where(torch.isfinite(largest[:, 0]), first, -1))
+
+
+@register_kernel(
+    TOKEN, solution="reference", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.REFERENCE
+)
+def token(normed: torch.Tensor, weight: torch.Tensor, shortlist: Shortlist, noise: torch.Tensor | None) -> torch.Tensor:
+    """The definition, which needs no shortlist."""
+    logits = _linear(normed, weight, None).to(normed.dtype).float()
+    largest = logits if noise is None else logits + noise
+    out = torch.empty(len(normed), dtype=torch.int64, device=normed.device)
+    greedy(largest, out)
+    return out

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from npu_gptoss.attention import StepMetadata, write_kv_cache
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, TOKEN
 from npu_gptoss.dense.rotary import apply_rotary
+from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe import route
 
@@ -130,3 +131,12 @@ def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     """torch.argmax."""
     sound = (logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)  # NaN compares false, on every device
     out.copy_(torch.where(sound, logits.argmax(dim=-1), -1))
+
+
+@register_kernel(TOKEN, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)
+def token(normed: torch.Tensor, weight: torch.Tensor, shortlist: Shortlist, noise: torch.Tensor | None) -> torch.Tensor:
+    """All logits, and torch.argmax."""
+    product = F.linear(normed, weight)
+    out = torch.empty(len(normed), dtype=torch.int64, device=normed.device)
+    greedy(product if noise is None else product.float() + noise, out)
+    return out

@@ -65,6 +65,8 @@ class GptOss:
         self._output = [dense.bind_output(dtype, each.attention.output_weight) for each in self.layers]
         self._router = [dense.bind_router(dtype, each.moe.router_weight) for each in self.layers]
         self._add_norm, self._logits = dense.bind_add_norm(dtype), dense.bind_logits(dtype, self.lm_head)
+        self._token = dense.bind_token(dtype, self.lm_head)
+        self.shortlist: dense.Shortlist | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,7 +76,7 @@ class GptOss:
     def bounds(self) -> list[Bound]:
         """The kernels of the operations whose calls differ in their rows."""
         experts = [each.moe.experts.bound for each in self.layers]
-        return [*self._qkv, *self._output, *self._router, *experts, self._add_norm, self._logits]
+        return [*self._qkv, *self._output, *self._router, *experts, self._add_norm, self._logits, self._token]
 
     @property
     def heads(self) -> int:
@@ -253,6 +255,27 @@ class GptOss:
         if self.ranks is None:
             return dense.logits(hidden, self.lm_head, out=out, kernel=self._logits)
         return self.ranks.side_by_side(dense.logits(hidden, self.lm_head, kernel=self._logits), out)
+
+    @property
+    def token_rows(self) -> int:
+        """For up to so many rows `token` is faster than `head`: where a kernel reads a shortlist, and no rank has only
+        a part of the vocabulary."""
+        most, kernel = self._token.ranges[0]
+        return most if self.ranks is None and kernel.kernel.solution == "shortlist" else 0
+
+    def keep_shortlist(self) -> None:
+        """Makes what `token` reads, half of lm_head's size, or makes it again from other weights."""
+        if self.shortlist is not None:
+            self.shortlist.write(self.lm_head)
+        elif self.token_rows:
+            self.shortlist = dense.Shortlist.of(self.lm_head)
+
+    @torch.inference_mode()
+    def token(self, hidden: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [rows, hidden] from `forward` -> [rows] int64, the token of the largest logit, with noise [rows,
+        vocab] float32 added where given; -1 for a row that is not finite. Needs `keep_shortlist`."""
+        assert self.shortlist is not None, "keep_shortlist was called"
+        return dense.token(hidden, self.lm_head, self.shortlist, noise, kernel=self._token)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`head` in float32."""

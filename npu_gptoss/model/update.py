@@ -62,6 +62,8 @@ class WeightUpdate:
             if self.model.device.type == "cuda":
                 # vLLM calls on several streams in turn, and a half that waits is written on one and read on another
                 torch.cuda.current_stream(self.model.device).synchronize()
+            if self.complete:
+                self.model.keep_shortlist()
         except Exception as error:
             raise CheckpointError(f"{error} {self.state}", field=getattr(error, "field", name)) from error
 

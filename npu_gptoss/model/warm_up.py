@@ -57,7 +57,12 @@ def warm_up(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
             for live in (None, torch.ones(rows, dtype=torch.int32, device=model.device)):
                 _without_attention(model, caches[:layers], rows, live)
     for rows in sizes(min(reach.decode_rows, HEAD_ROWS), _ends(model)):
-        model.head(torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device))
+        hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        logits = model.head(hidden)
+        if model.shortlist is not None and rows <= model.token_rows:
+            hidden[:] = model.lm_head[0]  # of zeros every token may be the largest: all would be multiplied in full
+            for noise in (None, torch.zeros_like(logits, dtype=torch.float32)):
+                model.token(hidden, noise)
     for step in attention_steps(reach, caches[0][0].shape[1], model.device):
         shape = step.num_tokens, model.heads, model.config.head_dim
         query = torch.zeros(shape, dtype=model.dtype, device=model.device)

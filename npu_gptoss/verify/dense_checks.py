@@ -8,8 +8,19 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from npu_gptoss.dense import add_norm, greedy, logits, operations, output, qkv, rotate_write, router
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER
+from npu_gptoss.dense import (
+    Shortlist,
+    add_norm,
+    greedy,
+    logits,
+    operations,
+    output,
+    qkv,
+    rotate_write,
+    router,
+    token,
+)
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.kernels import Operation
 from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.verify.calls import Call, CallSpec, Check
@@ -53,7 +64,7 @@ def dense_calls(spec: CallSpec, operation: Operation) -> Iterator[Call]:
         rows = draw.choice((1, draw.randint(2, 30), draw.randint(2, 300)))
         plans.append((name, rows, sizes, draw.random() < 0.7))
     for number, (name, rows, sizes, delta) in enumerate(plans):
-        if operation == GREEDY:  # more logits than one program of a kernel takes
+        if operation in (GREEDY, TOKEN):  # more logits than one program of a kernel takes
             sizes = dataclasses.replace(sizes, vocab=9 * sizes.vocab)
         generator = torch.Generator().manual_seed(spec.seed * 1000 + number)
         inputs = DenseInputs(generator, spec.roles, rows, sizes, delta).of(operation)
@@ -71,8 +82,8 @@ def _traits(operation: Operation, inputs: Inputs) -> Mapping[str, object]:
     if operation == QKV:
         cache = inputs["key_cache"]
         return operations.qkv_call(len(x), x.dtype, inputs["weight"], cache.dtype, cache.shape[3])[1]
-    call = {OUTPUT: operations.output_call, ROUTER: operations.router_call, LOGITS: operations.logits_call}[operation]
-    return call(len(x), x.dtype, inputs["weight"])[1]
+    calls = {OUTPUT: operations.output_call, ROUTER: operations.router_call}
+    return calls.get(operation, operations.logits_call)(len(x), x.dtype, inputs["weight"])[1]
 
 
 def run_qkv(inputs: Inputs, kernel: str | None) -> Outputs:
@@ -109,6 +120,10 @@ def run_greedy(inputs: Inputs, kernel: str | None) -> Outputs:
     return {"ids": greedy(inputs["logits"], kernel=kernel)}
 
 
+def run_token(inputs: Inputs, kernel: str | None) -> Outputs:
+    return {"ids": token(**inputs, shortlist=Shortlist.of(inputs["weight"]), kernel=kernel)}
+
+
 _WEIGHTED = {"hidden": FLOATS, "weight": FLOATS}
 CHECKS = tuple(
     Check(operation, functools.partial(dense_calls, operation=operation), run, dtypes, precisions)
@@ -119,6 +134,7 @@ CHECKS = tuple(
         (ROUTER, run_router, _WEIGHTED, {}),
         (ADD_NORM, run_add_norm, {"hidden": FLOATS}, {}),
         (LOGITS, run_logits, _WEIGHTED, {}),
+        (TOKEN, run_token, _WEIGHTED, {"ids": "exact"}),
         (GREEDY, run_greedy, {"logits": FLOATS}, {"ids": "exact"}),
     )
 )

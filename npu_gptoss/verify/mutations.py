@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.dense import Shortlist
 from npu_gptoss.graphs.state import NOBODY, DecodeState
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts
 from npu_gptoss.verify.cases import WINDOW, Inputs
@@ -29,7 +30,7 @@ Tensor = torch.Tensor
 PAGED, WRITE, ROUTE, EXPERTS = "attention.paged", "attention.write_kv", "moe.route", "moe.experts"
 QKV, OUTPUT, ROUTER, ADD_NORM = "dense.qkv", "dense.output", "dense.router", "dense.add_norm"
 TURNS = ("dense.qkv", WRITE_TURNED := "dense.rotate_write")
-LOGITS, GREEDY, ADVANCE = "dense.logits", "dense.greedy", "graphs.advance"
+LOGITS, GREEDY, TOKEN, ADVANCE = "dense.logits", "dense.greedy", "dense.token", "graphs.advance"
 PACKED = "moe.expand"
 EXPAND, COMPRESS, TABLES, ROTATE = "mxfp4.expand", "mxfp4.compress", "rope.tables", "rope.rotate"
 STREAM = (QKV, ROUTER, ADD_NORM)  # operations that add to the residual stream and norm it
@@ -322,6 +323,12 @@ def _last_of_equals(inputs: Inputs, right: Outputs) -> Outputs:
     return {"ids": torch.where(right["ids"] < 0, right["ids"], last)}
 
 
+def _eight_bits_decide(inputs: Inputs, definition: Definition) -> Outputs:
+    shortlist = Shortlist.of(inputs["weight"])
+    rows = shortlist.bounds[:, :1] * shortlist.rows
+    return definition({**inputs, "weight": rows[: len(inputs["weight"]), : inputs["weight"].shape[1]]})
+
+
 def _forbidden_as_damage(inputs: Inputs, right: Outputs) -> Outputs:
     return {"ids": torch.where(inputs["logits"].isfinite().all(-1), right["ids"], -1)}
 
@@ -349,6 +356,10 @@ DENSE = (
     of_each("no epsilon", ADD_NORM, eps=lambda eps: 0.0),
     of_each("rows one too far", LOGITS, normed=lambda t: t.roll(1, 0) if len(t) > 1 else None),
     of_each("row of the next token", LOGITS, weight=lambda t: t.roll(1, 0)),
+    of_each("noise left out", TOKEN, noise=lambda t: None if t is None else torch.zeros_like(t)),
+    of_each("row of the next token", TOKEN, weight=lambda t: t.roll(1, 0)),
+    Mutation("eight bits decide", (TOKEN,), _eight_bits_decide),
+    of_result("one token further", TOKEN, change=lambda i, right: {"ids": right["ids"] + 1}),
     of_result("last of equals", GREEDY, change=_last_of_equals),
     of_result("damage not reported", GREEDY, change=lambda i, right: {"ids": i["logits"].nan_to_num().argmax(-1)}),
     of_result("forbidden tokens as damage", GREEDY, change=_forbidden_as_damage),

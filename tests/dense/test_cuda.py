@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from npu_gptoss.dense import small_ops
+from npu_gptoss.dense import Shortlist, logits, small_ops, token
 from tests.dense import test_kernels as cpu
+from tests.dense import test_shortlist as shortlist
 from tests.dense.cases import Case, Sizes, make_case
 from tests.tolerances import assert_close
 
@@ -71,3 +72,22 @@ def test_greedy_at_the_vocabularys_size(rows: int) -> None:
     out = torch.empty(rows, dtype=torch.int64, device="cuda")
     cpu.GREEDY[1](logits=logits, out=out)
     assert torch.equal(out, torch.where(want < 0, want, firsts))
+
+
+def test_no_logit_is_above_its_bound_and_no_largest_below() -> None:
+    shortlist.test_no_logit_is_above_its_bound_and_no_largest_below()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_token_by_shortlist_at_the_vocabularys_size(rows: int, drawn: bool) -> None:
+    """Of logits that another kernel sums: it may differ where two tokens are one rounding apart."""
+    torch.manual_seed(rows)
+    weight = (torch.randn(201_088, 2880, device="cuda") * 0.02).bfloat16()
+    normed = torch.randn(rows, 2880, device="cuda").bfloat16()
+    noise = torch.randn(rows, 201_088, device="cuda") if drawn else None
+    found = token(normed, weight, Shortlist.of(weight), noise, kernel="shortlist")
+    values = logits(normed, weight, kernel="small_ops").float() + (0 if noise is None else noise)
+    largest = values.amax(1)
+    assert ((largest - values.gather(1, found[:, None])[:, 0]) <= largest.abs() * 2**-7).all()
+    assert (found == values.argmax(1)).float().mean() > 0.8

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 import triton
 
 from npu_gptoss.attention.operations import head_stride
+from npu_gptoss.dense.shortlist import INPUTS, TOKENS, Shortlist
 from npu_gptoss.dense.small_ops import route_live
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
 from npu_gptoss.dense.triton.routing import router_kernel
 from npu_gptoss.dense.triton.rows import add_norm_kernel, final_kernel, partial_kernel, rope_cache_kernel
+from npu_gptoss.dense.triton.shortlist import bounds_kernel, exact_kernel, split_kernel
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import launch, processors
 from npu_gptoss.moe.operations import FEW_ROWS
@@ -33,6 +35,7 @@ WIDE = 65536  # outputs from which on there is a program for every few rows: lm_
 ROUTER_SHARE, ROUTER_SHARE_FEW = 1, 4  # experts of a program: for one row, for more
 # Logits of a program: small where one row is to fill the chip, large where many rows do.
 GREEDY_BLOCK, GREEDY_BLOCK_MANY = 1024, 8192
+SHORTLIST_STAGES, SHORTLIST_PART = 4, 4096  # tiles under way; tokens whose products are one program's
 
 
 def _rows(weight: torch.Tensor) -> torch.Tensor:
@@ -275,3 +278,40 @@ def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
         launch(partial_kernel, (parts, rows), (logits, *found, parts), warps=warps, VOCAB=vocab, BLOCK=block)
         block = triton.next_power_of_2(parts)
         launch(final_kernel, (rows,), (*found, out, parts, out.stride(0)), warps=1, VOCAB=vocab, BLOCK=block)
+
+
+def token(normed: torch.Tensor, weight: torch.Tensor, shortlist: Shortlist, noise: torch.Tensor | None) -> torch.Tensor:
+    """The kernel of `dense.token`."""
+    tokens, hidden = normed.shape
+    vocab, padded, device = len(weight), shortlist.rows.shape[1], normed.device
+    out = torch.empty(tokens, dtype=torch.int64, device=device)
+    if not tokens:
+        return out
+    normed, block_t = normed.contiguous(), max(16, triton.next_power_of_2(tokens))
+    blocks, parts = triton.cdiv(vocab, TOKENS), triton.cdiv(vocab, SHORTLIST_PART)
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    halves, norms = torch.empty(2 * block_t, padded, dtype=torch.int8, device=device), floats(tokens, 4)
+    upper, lower, values = floats(tokens, vocab), floats(tokens, blocks), floats(tokens, parts)
+    ids = torch.empty(tokens, parts, dtype=torch.int32, device=device)
+    sizes = {"PADDED": padded, "BLOCK_T": block_t}
+    block = triton.next_power_of_2(padded)
+    launch(split_kernel, (tokens,), (normed, halves, norms), warps=4, HIDDEN=hidden, BLOCK=block, **sizes)
+    drawn = upper if noise is None else noise.contiguous()  # not touched where there is none
+    read = (shortlist.rows, shortlist.bounds, halves, norms, drawn)
+    tiles = {"BLOCK_V": TOKENS, "BLOCK_K": INPUTS, "STAGES": SHORTLIST_STAGES, **sizes}
+    both = {"VOCAB": vocab, "HAS_NOISE": noise is not None}
+    launch(bounds_kernel, (blocks,), (*read, upper, lower, tokens), warps=4, **tiles, **both)
+    launch(
+        exact_kernel,
+        (parts, tokens),
+        (normed, _rows(weight), drawn, upper, lower, values, ids, blocks),
+        warps=8,
+        HIDDEN=hidden,
+        BLOCKS=triton.next_power_of_2(blocks),
+        PART=SHORTLIST_PART,
+        BLOCK=block,
+        **both,
+    )
+    block = triton.next_power_of_2(parts)
+    launch(final_kernel, (tokens,), (values, ids, out, parts, 1), warps=1, VOCAB=vocab, BLOCK=block)
+    return out

@@ -86,6 +86,9 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
 
     gptoss: GptOss
     adapters: Adapters | None = None
+    # set for a step that needs no logits, by the sampler (`state.PlainSampler`); then what it gets in their place
+    tokens_only = False
+    undecided: torch.Tensor | None = None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -144,6 +147,8 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         self.gptoss = GptOss.from_tensors(
             self.config, tensors, self.device, self.dtype, ranks=self.ranks, fp8=form == FP8
         )
+        if self.device.type == "cuda":
+            self.gptoss.keep_shortlist()
         logger.info(
             "npu-gptoss computes all of gpt-oss by its own kernels, experts in %s; NPU_GPTOSS=0 leaves it to vLLM.",
             form,
@@ -177,6 +182,8 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         yield from super().named_buffers(*args, **options)
         if hasattr(self, "gptoss"):
             yield "cos_sin", self.gptoss.cos_sin
+            if self.gptoss.shortlist is not None:
+                yield from named_tensors(self.gptoss.shortlist, "shortlist")
             yield from self._tensors(weights=False)
 
     def _tensors(self, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -243,7 +250,11 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         return (hidden, aux) if self.aux_layers else hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab] in the model's dtype."""
+        """[rows, hidden] -> [rows, vocab] in the model's dtype; the hidden states themselves, once, if the sampler has
+        said that it takes tokens from them."""
+        self.undecided, self.tokens_only = hidden_states if self.tokens_only else None, False
+        if self.undecided is not None:
+            return self.undecided
         return self.gptoss.head(hidden_states)
 
     def _gather_for_nothing(self) -> None:

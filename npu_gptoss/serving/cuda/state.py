@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from npu_gptoss import dense
+from npu_gptoss.serving.cuda.noise import gumbel_noise
 from npu_gptoss.serving.releases.vllm import CUDAGraphMode, DefaultModelState, Sampler, SamplerOutput, gumbel_sample
 
 # From this many rows on our kernels pick greedy tokens: on an H100 vLLM's take 51 us at 32 rows and 75 at 128. With
@@ -21,6 +22,8 @@ GREEDY_ROWS = 8
 
 class StepState(DefaultModelState):
     """vLLM's state for a model whose attention reads the step from fixed buffers (`cache.StepBuilder`)."""
+
+    _sampler: PlainSampler | None = None
 
     def prepare_attn(
         self,
@@ -35,6 +38,8 @@ class StepState(DefaultModelState):
     ) -> dict[str, Any]:
         """Skips the metadata if the step replays a graph, which reads the buffers of its capture. Builds it if drafts
         are verified (they are spread over rows), for a connector of caches and for half batches (`ubatch_idx`)."""
+        if self._sampler is not None and not for_capture:
+            self._sampler.foresee(input_batch)
         config = self.vllm_config
         unread = config.speculative_config is None and config.kv_transfer_config is None and not more
         if unread and not for_capture and cudagraph_mode == CUDAGraphMode.FULL:
@@ -54,7 +59,8 @@ class StepState(DefaultModelState):
         """Returns None, for vLLM's sampler, if drafts are verified or tokens are watermarked."""
         if type(sampler) is not Sampler or self.vllm_config.speculative_config is not None:
             return None
-        return PlainSampler.of(sampler), None
+        self._sampler = PlainSampler.of(sampler, self.model)
+        return self._sampler, None
 
 
 class PlainSampler(Sampler):
@@ -62,13 +68,14 @@ class PlainSampler(Sampler):
 
     _plain: bytes | None  # the requests, by row, of the last step that took the shortcut
     _greedy: bool  # True if all of these are greedy
+    _model: Any
     _counts: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def of(cls, sampler: Sampler) -> PlainSampler:
-        """Copies a sampler with its state."""
+    def of(cls, sampler: Sampler, model: Any = None) -> PlainSampler:
+        """Copies a sampler with its state. model: a `cuda.model.GptOssForCausalLM`, to take tokens without logits."""
         made = cls.__new__(cls)
-        vars(made).update(vars(sampler), _plain=None, _greedy=False, _counts={})
+        vars(made).update(vars(sampler), _plain=None, _greedy=False, _counts={}, _model=model)
         return made
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
@@ -76,15 +83,36 @@ class PlainSampler(Sampler):
         self._plain = None
         super().add_request(req_idx, sampling_params)
 
+    def foresee(self, input_batch: Any) -> None:
+        """Before a step: tells the model whether tokens are taken without logits. No grammar may want to mask them."""
+        model, rows = self._model, input_batch.num_reqs
+        model.tokens_only = (
+            model.gptoss.shortlist is not None
+            and rows <= model.gptoss.token_rows
+            and not input_batch.has_structured_output_reqs
+            and self._is_plain(input_batch)
+            and (self._greedy or not self.use_fp64_gumbel)
+        )
+
+    def _is_plain(self, input_batch: Any) -> bool:
+        """Every request decodes one token, and wants nothing else."""
+        one_each = input_batch.num_reqs == input_batch.num_tokens and not input_batch.has_prefill
+        return one_each and self._wants_tokens_only(input_batch.idx_mapping_np)
+
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
-        rows = input_batch.num_reqs
-        one_each = rows == input_batch.num_tokens == logits.shape[0] and not input_batch.has_prefill
-        if not one_each or not self._wants_tokens_only(input_batch.idx_mapping_np):
+        """logits: [rows, vocab], or the model's `undecided`."""
+        rows, undecided = input_batch.num_reqs, None if self._model is None else self._model.undecided
+        if not self._is_plain(input_batch) or rows != len(logits):
+            if logits is undecided:
+                logits = self._model.gptoss.head(logits)
             return super().__call__(logits, input_batch)
-        states = self.sampling_states
-        if self._greedy and rows >= GREEDY_ROWS:
+        if logits is undecided:
+            noise = None if self._greedy else self._noise(rows, input_batch)
+            sampled = self._model.gptoss.token(logits, noise).clamp_(min=0)
+        elif self._greedy and rows >= GREEDY_ROWS:
             sampled = dense.greedy(logits).clamp_(min=0)  # vLLM has no value for a row that is not finite
         else:
+            states = self.sampling_states
             sampled = gumbel_sample(
                 logits,
                 input_batch.expanded_idx_mapping,
@@ -106,6 +134,12 @@ class PlainSampler(Sampler):
             num_sampled=sampled_each,
             num_rejected=rejected_each,
         )
+
+    def _noise(self, rows: int, input_batch: Any) -> torch.Tensor:
+        states = self.sampling_states
+        requests, positions = input_batch.expanded_idx_mapping, input_batch.positions[:rows]
+        vocab = self._model.config.vocab_size
+        return gumbel_noise(requests, states.temperature.gpu, states.seeds.gpu, positions, vocab)
 
     def _wants_tokens_only(self, requests: np.ndarray) -> bool:
         """requests: each request's row in the tables. Checks them again if one is new."""

@@ -52,7 +52,7 @@ MODULES: dict[str, str] = {
     "vllm.v1.worker": "lora_model_runner_mixin",
     "vllm.v1.worker.block_table": "get_block_table_width",
     "vllm.v1.worker.gpu.model_states.default": "DefaultModelState",
-    "vllm.v1.worker.gpu.sample.gumbel": "gumbel_sample",
+    "vllm.v1.worker.gpu.sample.gumbel": "_log1p_neg_stable gumbel_sample murmur3_uniform32",
     "vllm.v1.worker.gpu.sample.output": "SamplerOutput",
     "vllm.v1.worker.gpu.sample.sampler": "Sampler",
 }

@@ -19,7 +19,10 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from npu_gptoss import dense
+from npu_gptoss.dense import Shortlist
 from npu_gptoss.serving.cuda import state
+from npu_gptoss.serving.cuda.model import GptOssForCausalLM
 from npu_gptoss.serving.cuda.state import PlainSampler, StepState
 from tests.triton import TRITON_HERE
 
@@ -80,7 +83,87 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+class Head:
+    """Stands in for the model: its weights draw from hidden states, whose logits `Step` gives to vLLM's sampler."""
+
+    def __init__(self, rows: int = 8) -> None:
+        torch.manual_seed(1)
+        self.lm_head = torch.randn(VOCABULARY, 32).bfloat16()
+        self.shortlist, self.token_rows, self.config = Shortlist.of(self.lm_head), rows, Having(vocab_size=VOCABULARY)
+        self.gptoss, self.tokens_only, self.undecided, self.taken = self, False, None, 0
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return dense.logits(hidden, self.lm_head, kernel="small_ops")
+
+    def token(self, hidden: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+        self.taken += 1
+        return dense.token(hidden, self.lm_head, self.shortlist, noise, kernel="small_ops")
+
+    compute_logits = GptOssForCausalLM.compute_logits
+
+
+def by_tokens(step: Step, head: Head) -> tuple[Any, Any]:
+    """What vLLM's sampler draws from the logits, and ours from what the model gives after it was told of the step."""
+    sampler = PlainSampler.of(step.long, head)
+    hidden = torch.randn(len(step.slots), 32).bfloat16()
+    sampler.foresee(step.batch)
+    return step.long(head.head(hidden), step.batch), sampler(head.compute_logits(hidden), step.batch)
+
+
 MANY = (GREEDY,) * state.GREEDY_ROWS
+
+
+@TRITON_HERE
+@pytest.mark.parametrize("wanted", [(GREEDY,), (GREEDY, DRAWN, GREEDY), (DRAWN, DRAWN | {"seed": 4}), MANY])
+def test_tokens_taken_without_logits_are_the_full_samplers(wanted):
+    step, head = Step(*wanted), Head()
+    for taken in range(1, 4):
+        long, short = by_tokens(step, head)
+        assert tokens(short) == tokens(long)
+        assert head.taken == taken
+        step.batch.positions += 1
+
+
+@TRITON_HERE
+@pytest.mark.parametrize(
+    ("wanted", "changes"),
+    [
+        ((GREEDY,), {"has_structured_output_reqs": True}),
+        ((GREEDY,), {"has_prefill": True}),
+        ((GREEDY, {"temperature": 0.7}), {}),
+        ((GREEDY, {"temperature": 0.0, "presence_penalty": 1.0}), {}),
+        ((GREEDY, {"temperature": 0.0, "logprobs": 2}), {}),
+        ((GREEDY, {"temperature": 0.0, "logit_bias": {3: 5.0}}), {}),
+        ((*MANY, GREEDY), {}),
+    ],
+)
+def test_a_step_that_needs_its_logits_gets_them(wanted, changes):
+    step, head = Step(*wanted), Head()
+    for name, value in changes.items():
+        setattr(step.batch, name, value)
+    long, short = by_tokens(step, head)
+    assert tokens(short) == tokens(long)
+    assert not head.taken
+
+
+def test_hidden_states_are_given_for_one_step_only():
+    head = Head()
+    head.tokens_only = True
+    hidden = torch.randn(2, 32).bfloat16()
+    assert head.compute_logits(hidden) is hidden
+    assert head.compute_logits(hidden).shape == (2, VOCABULARY)
+
+
+@TRITON_HERE
+def test_a_step_other_than_foreseen_is_sampled_from_its_logits():
+    step, head = Step(GREEDY, GREEDY), Head()
+    sampler, hidden = PlainSampler.of(step.long, head), torch.randn(2, 32).bfloat16()
+    sampler.foresee(step.batch)
+    sampler.add_request(step.slots[1], SamplingParams(temperature=0.0, logprobs=2))
+    sampler.apply_staged_writes()
+    short = sampler(head.compute_logits(hidden), step.batch)
+    assert tokens(short)[0] == head.head(hidden).argmax(-1, keepdim=True).tolist()
+    assert short.logprobs_tensors is not None
 
 
 @TRITON_HERE
@@ -174,6 +257,7 @@ def test_prompts_and_drafts_take_no_shortcut(long_ways, monkeypatch):
 
 def made(**config: Any) -> StepState:
     found = StepState.__new__(StepState)
+    found.model = None
     found.vllm_config = Having(**{"speculative_config": None, "kv_transfer_config": None} | config)
     return found
 
