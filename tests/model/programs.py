@@ -123,6 +123,8 @@ def change(patch: pytest.MonkeyPatch, how: str) -> None:
         patch.setattr(subject, "sizes", lambda most, ends=(): [most])
     elif how == "longest":
         patch.setattr(subject, "powers_up_to", lambda most: [1] if most > 1500 else powers_up_to(most))
+    elif how == "tokens":
+        patch.setattr(subject, "HEAD_ROWS", 1)
     elif how == "prompts":
         patch.setattr(subject, "PROMPT_ROWS", 1)
     elif how == "specialised":
@@ -140,12 +142,17 @@ def missing(experts: int, gluon: bool, ranks: int, reach: subject.Reach) -> list
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         memory = empty(64, BLOCK_SIZE, heads, 2 * dim, dtype=torch.bfloat16)
         caches = [(memory[..., :dim], memory[..., dim:])] * len(model.layers)
+        model.keep_shortlist()
         subject.warm_up(model, caches, reach)
         warmed, draw = set(asked), random.Random(0)
         assert len(warmed) >= 10
         for step in random_steps(reach, draw):
             serve(model, caches, step, reach.graph_rows)
-            model.head(empty(draw.randint(1, reach.decode_rows), model.config.hidden_size, dtype=model.dtype))
+            rows = draw.randint(1, reach.decode_rows)
+            hidden = empty(rows, model.config.hidden_size, dtype=model.dtype)
+            model.head(hidden)
+            if rows <= model.token_rows:
+                model.token(hidden, draw.choice((None, empty(rows, model.config.vocab_size, dtype=torch.float32))))
     return sorted(asked - warmed)
 
 

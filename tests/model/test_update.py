@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from npu_gptoss.convert.write import _quantised
+from npu_gptoss.dense import Shortlist
 from npu_gptoss.files import CheckpointError
 from npu_gptoss.model import assembly
 from npu_gptoss.model.assembly import FLOATS, FP8, MXFP4
@@ -118,6 +119,15 @@ def test_an_mxfp4_update_of_floats_is_expanded() -> None:
     served, new = model_of(PACKED, random_tensors(PLAIN), FLOATS), random_tensors(PACKED, seed=1)
     replaced(served, PACKED, FLOATS, new)
     assert same(served, model_of(PACKED, random_tensors(PLAIN, seed=1), FLOATS))
+
+
+def test_an_update_renews_the_shortlist_of_lm_head() -> None:
+    served, new = model_of(PLAIN, random_tensors(PLAIN), FLOATS), trained(PLAIN)
+    served.shortlist = Shortlist.of(served.lm_head)
+    replaced(served, PLAIN, FLOATS, new)
+    expected = Shortlist.of(new["lm_head.weight"].to(BF16))
+    assert torch.equal(served.shortlist.rows, expected.rows)
+    assert torch.equal(served.shortlist.bounds, expected.bounds)
 
 
 def test_a_gate_in_the_place_of_its_up_is_noticed() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
@@ -107,7 +108,10 @@ def by_tokens(step: Step, head: Head) -> tuple[Any, Any]:
     sampler = PlainSampler.of(step.long, head)
     hidden = torch.randn(len(step.slots), 32).bfloat16()
     sampler.foresee(step.batch)
-    return step.long(head.head(hidden), step.batch), sampler(head.compute_logits(hidden), step.batch)
+    step.batch.logits_indices, step.batch.num_draft_tokens = torch.arange(len(hidden)), 0
+    runner = Having(batch_sharder=None, model=head, sampler=sampler, rejection_sampler=None)
+    sampled, *_ = GPUModelRunner.sample(runner, hidden, step.batch, None)
+    return step.long(head.head(hidden), step.batch), sampled
 
 
 MANY = (GREEDY,) * state.GREEDY_ROWS
