@@ -16,7 +16,7 @@ from npu_gptoss.bench import roofline
 from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.roofline import BF16_BYTES, FP32_BYTES, Work, kv_bytes_per_token, linear_work
 from npu_gptoss.dense import operations as dense_operations
-from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.kernels import Described, Operation, signature
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe import mxfp4, packed
@@ -27,7 +27,9 @@ from npu_gptoss.verify.cases import DenseInputs, Shape, Sizes, Step, as_decode, 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose experts a rotation walks over on a GPU, where a step is small
 FEWEST = 8  # calls of a rotation of experts
-DENSE = {operation.mode: operation for operation in (ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER)}
+DENSE = {
+    operation.mode: operation for operation in (ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN)
+}
 ROLES = {"mxfp4": moe.Mxfp4Experts.format, "fp8": moe.Fp8Experts.format}  # the names of formats in a weight role
 
 
@@ -256,6 +258,9 @@ def _described(mode: str, inputs: Inputs, rows: int) -> tuple[Described, Work]:
         heads = sizes.packed // sizes.head_dim
         call = dense_operations.rotate_write_call(dtype, heads, dtype, sizes.head_dim)
         return call, moved + Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))
+    if mode == "token":  # a byte of each weight finds the tokens that can win
+        read = Work(dense_bytes=sizes.vocab * sizes.hidden, flops=2 * rows * sizes.vocab * sizes.hidden)
+        return dense_operations.token_call(rows, dtype, inputs.empty(sizes.vocab, sizes.hidden)), read
     size, out, beside = {
         "qkv": (sizes.hidden, sizes.packed, Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))),
         "output": (sizes.query, sizes.hidden, Work()),
@@ -272,10 +277,13 @@ def dense_cases(mode: str, inputs: Inputs, points: Points) -> Iterator[Case]:
 
     def make(rows: int) -> dict[str, Any]:
         roles = dict.fromkeys(("hidden", "weight", "qkv", "kv", "logits"), inputs.dtype_name)
-        made = DenseInputs(inputs.generator, roles, rows, inputs.sizes, mode != "router", edges=False)
+        made = DenseInputs(inputs.generator, roles, rows, inputs.sizes, mode not in ("router", "token"), edges=False)
         # logits go into a buffer, as in the engine
         out = torch.empty(rows, inputs.sizes.vocab, device=inputs.device, dtype=inputs.dtype)
-        return {**made.of(DENSE[mode]), **({"out": out} if mode == "logits" else {})}
+        drawn = made.of(DENSE[mode])
+        if mode == "token":
+            return {**drawn, "shortlist": dense.Shortlist.of(drawn["weight"])}
+        return {**drawn, **({"out": out} if mode == "logits" else {})}
 
     for rows in points.rows:
         described, work = _described(mode, inputs, rows)
