@@ -107,6 +107,10 @@ def _without_out(arguments: dict[str, Any]) -> Inputs:
     return {name: value for name, value in arguments.items() if name != "out"}
 
 
+def _token(arguments: dict[str, Any]) -> Inputs:
+    return {name: value for name, value in arguments.items() if name != "shortlist"}
+
+
 def _write_kv(arguments: dict[str, Any]) -> Inputs:
     rest = {name: value for name, value in arguments.items() if name not in ("slot_mapping", "query")}
     return {**rest, "metadata": one_key_each(arguments["slot_mapping"])}
@@ -129,6 +133,7 @@ PUBLIC: dict[str, Callable[[dict[str, Any]], Inputs]] = {
     "dense.rotate_write": _write_kv,
     "dense.logits": _without_out,
     "dense.greedy": _without_out,
+    "dense.token": _token,
 }
 
 
