@@ -71,7 +71,8 @@ def endure(
         await loop.take_answers(scenario, ahead)
         watch.begin = time.monotonic()
         operators = {
-            "restarts": lambda: loop.restart_again_and_again(served, leftovers, min(RESTART_EVERY, minutes * 30))
+            "changes": loop.change_again_and_again,
+            "restarts": lambda: loop.restart_again_and_again(served, leftovers, min(RESTART_EVERY, minutes * 30)),
         }
         operator = asyncio.create_task(operators[scenario.does]()) if scenario.does in operators else None
         with watch:
@@ -88,7 +89,7 @@ def endure(
                     await asyncio.sleep(0.5)
                 operator.cancel()
         nonlocal took
-        took = time.monotonic() - watch.begin
+        took = time.monotonic() - watch.begin  # not that of the answers alone
         if served.process.poll() is None:
             await loop.take_later()
 
@@ -96,6 +97,7 @@ def endure(
     try:
         asyncio.run(run())
     except KeyboardInterrupt:
+        took = time.monotonic() - watch.begin
         print("endure: interrupted; what is known:", file=sys.stderr)
     findings, server = loop.findings, Server(served.url, NAME, served.log)
     if findings.number("honest") - findings.number("honest", "equal"):
@@ -179,7 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"endure {name}: {stack}, {options.minutes:g} min, seed {options.seed}", flush=True)
         with tempfile.TemporaryDirectory(prefix="endure") as folder:
             try:
-                served = Served(stack, serve_here.tiny_checkpoint(), Path(folder) / "server.log").start()
+                develop = {"VLLM_SERVER_DEV_MODE": "1"} if SCENARIOS[name].does == "changes" else {}
+                model, log = serve_here.tiny_checkpoint(), Path(folder) / "server.log"
+                served = Served(stack, model, log, variables=develop).start()
             except InputError as error:
                 print(f"\nendure: {error}", file=sys.stderr)
                 return 2

@@ -33,7 +33,16 @@ HOSTILE_PATIENCE = 30.0  # seconds; a refusal computes nothing, but waits its tu
 DIFFERENT, NEAR_TIE, PARTED, UNSERVED = "different", "near-tie", "parted", "told of the end"
 KEPT = 40  # findings with their words; the rest is counted
 AHEAD = 400  # items of a scenario whose answers alone are taken before it
-RESTART_EVERY = 60.0  # seconds
+RESTART_EVERY, CHANGE_EVERY = 60.0, 3.0  # seconds
+LACKING = "not on this stack"
+# of a server with VLLM_SERVER_DEV_MODE=1
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/reset_prefix_cache", {}),
+    ("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "/nowhere"}),
+    ("/collective_rpc", {"method": "reload_weights"}),
+    ("/sleep?level=1", {}),
+    ("/wake_up", {}),
+)
 
 
 @dataclass
@@ -281,6 +290,18 @@ class Loop:
 
         async with self.session() as session:
             await asyncio.gather(*(worker() for _ in range(in_flight)))
+
+    async def change_again_and_again(self, every: float = CHANGE_EVERY) -> None:
+        """The operator of `changes`: asks for one after the other; what a stack lacks, it has to refuse."""
+        async with self.session() as session:
+            for route, body in itertools.cycle(CHANGES):
+                await asyncio.sleep(every)
+                async with session.post(self.url + route, json=body) as response:
+                    told = (await response.text())[:100]
+                outcome = "done" if response.status == 200 else LACKING
+                self.findings.note("operator", route, outcome)
+                words = f"{route}: {'done' if response.status == 200 else f'{response.status} {told}'}"
+                self.findings.changes += [words] * (words not in self.findings.changes)
 
     async def restart_again_and_again(self, served: Served, leftovers: list[str], every: float = RESTART_EVERY) -> None:
         """The operator of `restarts`: SIGTERM under load, and a start at the same address."""

@@ -270,6 +270,8 @@ SCENARIOS: dict[str, Scenario] = {
         lambda rng: beside(rng, routine(rng), hostile=0.4, dawdle=0.3),
     ),
     "cancellation": Scenario("clients that leave at every stage", lambda rng: beside(rng, routine(rng), leave=0.6)),
-    "changes": Scenario("sleep, wake, other weights, adapters under load", routine, does="changes"),
+    "changes": Scenario(
+        "prefix cache emptied, sleep, other weights, adapters: done or refused under load", routine, does="changes"
+    ),
     "restarts": Scenario("SIGTERM and a new start under load", routine, does="restarts"),
 }

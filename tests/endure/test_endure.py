@@ -55,7 +55,7 @@ def points(minutes: float, slope: float, noise: float, base: float = 2000.0) -> 
 )
 def test_a_leak_of_1_mib_a_minute_is_caught(minutes: float, slope: float, noise: float, verdict: str) -> None:
     found = {"memory, core": points(minutes, slope, noise)}
-    assert judge.slopes(found)["memory, core"][2] == verdict
+    assert judge.verdict_of("memory, core", judge.slopes(found)["memory, core"]) == verdict
     due = {"flat": judge.KEPT, "grows": judge.BROKEN, "not judged": judge.NOT_JUDGED}[verdict]
     (_, *seen) = next(row for row in judge.verdicts(record(slopes=judge.slopes(found))) if row[0] == "no slope")
     assert seen[0] == due
@@ -75,7 +75,7 @@ def record(**fields: Any) -> judge.Record:
         "at_rest": {"kv_cache_usage_perc": 0.0, "num_requests_running": 0.0},
         "health": judge.health([0.01, 0.02]),
         "counts": judge.counted(findings),
-        "slopes": {"memory, core": (0.1, 0.2, "flat")},
+        "slopes": {"memory, core": (0.1, 0.2)},
         "series": {"memory, core": [(0.0, 900.0), (1.0, 901.0)]},
         **{"leftovers": [], "backwards": []},
     }
