@@ -25,9 +25,9 @@ from typing import Any
 import aiohttp
 
 from scripts import serve_here
+from tests.endure.server import NAME, Stack
 from tests.serving.in_flight import descendants
 from tests.serving.server import START_LIMIT, free_port
-from tests.soak.server import NAME, Stack
 
 AT_ONCE = 10
 PROPERTIES = {"a": {"enum": list("xyz")}, "b": {"type": "boolean"}}

@@ -4,14 +4,15 @@ Everything but the engine core is vLLM's own, with the plugin: routes, handlers,
 can be asked over HTTP on a machine that its engine does not run on. The model writes the text of a rule for the prompt.
 Without a rule that fits, it writes the last message of the prompt as harmony, control tokens included, or a prompt that
 is no conversation unchanged. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first that is
-found in the prompt applies. In the model's text, `SAMPLING` stands for the request that the engine got, as JSON, and at
-`ERROR` the engine ends the request with an error. `--engine`: instead of a script the offline engine computes the
-model's text (computed.py).
+found in the prompt applies. In the model's text, `SAMPLING` stands for the request that the engine got, as JSON, at
+`ERROR` the engine ends the request with an error, and at each `DIES` it dies, once. `--engine`: instead of a script the
+offline engine computes the model's text (computed.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
@@ -20,11 +21,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 START, MESSAGE, END = 200006, 200008, 200007
 TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
-SAMPLING, ERROR = "@sampling@", "@error@"
+SAMPLING, ERROR, DIES = "@sampling@", "@error@", "@dies@"
 Reply = Callable[[Sequence[int]], str]  # the prompt's tokens -> what the model writes
 
 
@@ -58,6 +59,9 @@ class Core:
     """The interface that AsyncLLM expects of its engine core. `bite`: tokens in one output."""
 
     engine_ranks_managed = (0,)
+    # of all engines, by the request's first id: its prompt's length; before how many tokens an engine dies
+    begun: ClassVar[dict[str, int]] = {}
+    deaths: ClassVar[dict[str, list[int]]] = {}
 
     def __init__(self, reply: Reply, bite: int = 2) -> None:
         self.reply, self.bite = reply, bite
@@ -73,6 +77,7 @@ class Core:
 
     async def _write(self, request: Any) -> None:
         from vllm.v1.engine import EngineCoreOutput, FinishReason
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         from npu_gptoss.harmony.library import load_encoding
 
@@ -81,12 +86,27 @@ class Core:
         if SAMPLING in text:
             text = text.replace(SAMPLING, json.dumps(told(request, library)).replace("<|", r"<\u007c"))
         text, fails, _ = text.partition(ERROR)
-        tokens = library.encode(text, allowed_special="all")[: params.max_tokens] or [TURN_ENDS[0]]
-        for first in range(0, len(tokens), self.bite):
+        name, tokens, deaths = request.request_id.partition("-again")[0], [], []
+        sent = len(request.prompt_token_ids) - self.begun.setdefault(name, len(request.prompt_token_ids))
+        if sent:  # a prompt that is no conversation is written unchanged
+            text = self.reply(request.prompt_token_ids[:-sent])
+        for part in text.split(DIES):
+            tokens += library.encode(part, allowed_special="all")
+            deaths.append(len(tokens))
+        left = self.deaths.setdefault(name, deaths[:-1])
+        tokens = tokens[: sent + params.max_tokens] or [TURN_ENDS[0]]
+        end = sent
+        while end < len(tokens) or (left and left[0] == end):
             if request.request_id in self.aborted:
                 return
-            part = tokens[first : first + self.bite]
-            last = first + self.bite >= len(tokens) and not fails
+            if left and left[0] == end:
+                del left[0]
+                self.resources.engine_dead = True
+                self.outputs.put_nowait(EngineDeadError())
+                return
+            first, end = end, min(end + self.bite, left[0] if left and left[0] > end else len(tokens), len(tokens))
+            part = tokens[first:end]
+            last = end >= len(tokens) and not fails and not (left and left[0] == end)
             stopped = part[-1] in TURN_ENDS
             reason = (FinishReason.STOP if stopped else FinishReason.LENGTH) if last else None
             output = EngineCoreOutput(
@@ -107,7 +127,10 @@ class Core:
         self.outputs.put_nowait(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
 
     async def get_output_async(self) -> Any:
-        return await self.outputs.get()
+        output = await self.outputs.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.aborted.update(request_ids)
@@ -189,12 +212,15 @@ def main(arguments: list[str]) -> None:
     have_platform()
     from vllm.v1.engine.core_client import EngineCoreClient
 
-    if computes:
+    @functools.wraps(EngineCoreClient.make_async_mp_client)
+    def make(vllm_config: Any, *_: Any, **__: Any) -> Any:
+        if not computes:
+            return Core(by_rules(rules))
         from tests.serving.computed import Core as Computed
 
-        EngineCoreClient.make_async_mp_client = staticmethod(lambda vllm_config, *_, **__: Computed(vllm_config))
-    else:
-        EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: Core(by_rules(rules)))
+        return Computed(vllm_config)
+
+    EngineCoreClient.make_async_mp_client = staticmethod(make)
     sys.argv = ["vllm", "serve", *arguments]
     from vllm.entrypoints.cli.main import main as vllm_main
 

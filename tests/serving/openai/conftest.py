@@ -180,6 +180,7 @@ def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) ->
     command += ["--served-model-name", NAME, "--max-model-len", str(MAX_LEN), "--enable-prompt-tokens-details", *flags]
     settings |= {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     settings["PYTHONPATH"] = str(ROOT)
+    settings["NPU_GPTOSS_ENGINE_RESTARTS"] = "100000"  # of test_outliving.py; no other test's engine dies
     # the vocabulary has to come from the checkpoint, without the network
     settings |= dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     settings |= {"TIKTOKEN_RS_CACHE_DIR": str(log.parent / "nothing"), "XDG_CACHE_HOME": str(log.parent / "cache")}
