@@ -102,7 +102,7 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
     """Returns the record of a run against a server that is ready."""
     chosen, found = random.Random(seed), Counter()
     left = asyncio.Semaphore(AT_ONCE)
-    killed: list[float] = []
+    killed: list[asyncio.Future[bool]] = []
     pauses: list[float] = []
     differences: list[Any] = []
     each = max(1, streams // max(kills, 1))
@@ -112,6 +112,12 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
         wanted = {kind: await ask(session, url, kind) for kind in kinds}
         assert not any("status" in each or "error" in each for each in wanted.values()), wanted
         assert wanted == {kind: await ask(session, url, kind) for kind in kinds}, "not repeatable without a fault"
+
+        async def health() -> bool:
+            """Returns whether /health says that there is no engine, and when to ask again."""
+            await asyncio.sleep(2.5)  # the first second may pass before the death is seen
+            async with session.get(f"{url}/health") as response:
+                return response.status == 503 and "anew" in await response.text() and "Retry-After" in response.headers
 
         async def stream(number: int) -> None:
             kind = kinds[number % len(kinds)]
@@ -124,7 +130,7 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
                 longest, last = max(longest, time.monotonic() - last), time.monotonic()
                 if number in plan and events == after and (alive := engines_of(process.pid)):
                     os.kill(chosen.choice(alive), signal.SIGKILL)
-                    killed.append(time.monotonic())
+                    killed.append(asyncio.ensure_future(health()))
 
             async with left:
                 last = time.monotonic()
@@ -139,6 +145,7 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
             differences.append({"kind": kind, "got": got, "wanted": wanted[kind]})
 
         await asyncio.gather(*map(stream, range(streams)))
+        told = await asyncio.gather(*killed)
         async with session.get(f"{url}/metrics") as response:
             metrics = await response.text()
     at_rest = [
@@ -147,6 +154,7 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
     return {
         "streams": streams,
         "kills": len(killed),
+        "seen by /health": sum(told),
         "kinds": kinds,
         "equal": found["equal"],
         "lost": found["lost"],
@@ -157,10 +165,13 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
     }
 
 
-def served(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, Any]:
+def served(
+    arguments: argparse.Namespace, model: Path, log: Path, then: Callable[[Any], None] = lambda process: None
+) -> dict[str, Any]:
+    """Returns the record of a run. then: called with the server, which has no restart left."""
     stack, port = Stack(arguments.stack), free_port()
     command, environment = stack.command(model, port)
-    environment |= {"NPU_GPTOSS_ENGINE_RESTARTS": str(arguments.kills + 1)}
+    environment |= {"NPU_GPTOSS_ENGINE_RESTARTS": str(max(1, arguments.kills))}
     engines = ["--data-parallel-size", str(arguments.engines)] if arguments.engines > 1 else []
     process = serve_here.start([*command, *engines], environment, log)
     url = f"http://127.0.0.1:{port}"
@@ -168,6 +179,7 @@ def served(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, A
         serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT)
         kinds = [kind for kind in KINDS if not arguments.kinds or kind in arguments.kinds.split(";")]
         record = asyncio.run(run(process, url, arguments.streams, arguments.kills, arguments.seed, kinds))
+        then(process)
         return {"stack": arguments.stack, "engines": arguments.engines, "seed": arguments.seed} | record
     finally:
         serve_here.stop(process)

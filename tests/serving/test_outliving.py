@@ -1,0 +1,55 @@
+"""SIGKILL of real engines under streams, whose tokens are compared with an undisturbed run's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from scripts import serve_here
+from tests.serving.in_flight import descendants, is_running
+from tests.serving.outliving import engines_of, parsed, served
+from tests.serving.server import wait_for
+
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
+SHORT = "--streams 8 --kills 2 --kinds greedy;seeded;structured;chat"
+EMULATED = [pytest.mark.emulated, pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        SHORT,
+        pytest.param(f"{SHORT} --engines 2", marks=pytest.mark.long),
+        pytest.param(f"{SHORT} --stack emulated", marks=EMULATED),
+        pytest.param(f"{SHORT} --stack emulated-9.1", marks=EMULATED),
+        pytest.param("--streams 200 --kills 20", marks=pytest.mark.long),
+        pytest.param("--streams 200 --kills 20 --engines 2", marks=pytest.mark.long),
+    ],
+)
+def test_streams_end_with_their_engine_or_a_crash_loop_goes_on(tmp_path: Path, words: str) -> None:
+    from npu_gptoss.tiny.checkpoint import write_tiny
+
+    arguments, log = parsed(words.split()), tmp_path / "log"
+    write_tiny(tmp_path / "model", trained=True)
+    below: list[int] = []
+
+    def once_more(process: Any) -> None:
+        below.extend(descendants(process.pid))
+        os.kill(engines_of(process.pid)[0], signal.SIGKILL)
+        assert process.wait(60) == 1
+
+    loops = arguments.kills == 2  # more take longer than the minutes in which restarts count
+    record = served(arguments, tmp_path / "model", log, *([once_more] if loops else []))
+    assert record["kills"] == arguments.kills, record
+    assert record["equal"] == arguments.streams, record
+    assert record["seen by /health"], record
+    assert record["at rest"]
+    if loops:
+        assert "2 restarts within 600 s did not help" in serve_here.likely_reason(log)
+    assert wait_for(lambda: not any(map(is_running, below)), 15)
