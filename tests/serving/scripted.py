@@ -82,14 +82,12 @@ class Core:
         from npu_gptoss.harmony.library import load_encoding
 
         library, params = load_encoding(), request.sampling_params
-        text = self.reply(request.prompt_token_ids)
+        name, tokens, deaths = request.request_id.partition("-again")[0], [], []
+        prompt = request.prompt_token_ids[: self.begun.setdefault(name, len(request.prompt_token_ids))]
+        sent, text = len(request.prompt_token_ids) - len(prompt), self.reply(prompt)
         if SAMPLING in text:
             text = text.replace(SAMPLING, json.dumps(told(request, library)).replace("<|", r"<\u007c"))
         text, fails, _ = text.partition(ERROR)
-        name, tokens, deaths = request.request_id.partition("-again")[0], [], []
-        sent = len(request.prompt_token_ids) - self.begun.setdefault(name, len(request.prompt_token_ids))
-        if sent:  # a prompt that is no conversation is written unchanged
-            text = self.reply(request.prompt_token_ids[:-sent])
         for part in text.split(DIES):
             tokens += library.encode(part, allowed_special="all")
             deaths.append(len(tokens))
