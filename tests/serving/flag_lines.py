@@ -114,7 +114,7 @@ RRRA | --load-format gguf
 RRRA | --load-format mistral
 SSSS | --load-format runai_streamer
 SSSS | --load-format fastsafetensors
-RRRS | --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+RRSS | --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
 VVVV | --speculative-config '{"method": "eagle3", "model": "/nowhere/head", "num_speculative_tokens": 3}'
 SSSS | --kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
 SSSS | --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'

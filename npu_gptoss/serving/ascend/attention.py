@@ -71,15 +71,16 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
         attn_state: AscendAttentionState = AscendAttentionState.DecodeOnly,
         model: object = None,
     ) -> AttentionMetadata:
-        """Builds decode rows that see one key each: the runner's own lists are left over from an earlier step."""
+        """Builds decode rows that see as many keys as their request has rows, one without drafts: the runner's own
+        lists are left over from an earlier step."""
         if attn_state != AscendAttentionState.DecodeOnly:
             raise NotImplementedError(f"full graphs of gpt-oss hold decode steps, not {attn_state.name}")
-        requests = common_attn_metadata.num_reqs
+        requests, each = common_attn_metadata.num_reqs, common_attn_metadata.max_query_len
         return AttentionMetadata(
-            query_start_loc=tuple(range(requests + 1)),
-            seq_lens=(1,) * requests,
+            query_start_loc=tuple(range(0, each * requests + 1, each)),
+            seq_lens=(each,) * requests,
             block_table=common_attn_metadata.block_table_tensor[:requests],
-            slot_mapping=common_attn_metadata.slot_mapping[:requests],
+            slot_mapping=common_attn_metadata.slot_mapping[: each * requests],
             positions=common_attn_metadata.positions,
         )
 

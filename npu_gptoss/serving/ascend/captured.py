@@ -35,12 +35,16 @@ _asked: set[tuple[int | None, int]] = set()  # (window, rows) whose size the ope
 
 @dataclass(frozen=True)
 class Call:
-    """A layer's captured attention call, with everything that a repetition with other lengths needs."""
+    """A layer's captured attention call, with everything that a repetition with other lengths needs.
+
+    each: rows of a request, more than one with drafts.
+    """
 
     layer_name: str
     arguments: dict[str, Any]
     workspace: torch.Tensor
     out: list[torch.Tensor]
+    each: int = 1
 
     def issue(self, query_ends: list[int], seq_lens: list[int]) -> None:
         import torch_npu
@@ -56,16 +60,18 @@ def capturing(context: ForwardContext) -> bool:
     return context.capturing and context.cudagraph_runtime_mode == CUDAGraphMode.FULL
 
 
-def padded_lengths(metadata: AttentionMetadata, requests: int) -> tuple[list[int], list[int]]:
-    """Returns both lists for a graph of `requests` decode rows: a padding row sees one key, as required."""
-    key = ("full_graph", requests)
+def padded_lengths(metadata: AttentionMetadata, rows: int, each: int = 1) -> tuple[list[int], list[int]]:
+    """Returns both lists for a graph of decode rows, `each` a request: a padding request sees its own rows."""
+    key = ("full_graph", rows)
     if key not in metadata.plans:
         real = metadata.num_requests
-        if metadata.num_tokens != real or real > requests:
+        if metadata.num_tokens != real * each or metadata.num_tokens > rows or rows % each:
             raise RuntimeError(
-                f"a graph of {requests} decode rows was chosen for {real} requests with {metadata.num_tokens} rows"
+                f"a graph of {rows} decode rows, {each} a request, was chosen for {real} requests with "
+                f"{metadata.num_tokens} rows"
             )
-        metadata.plans[key] = list(range(1, requests + 1)), [*metadata.seq_lens, *[1] * (requests - real)]
+        lengths = [*metadata.seq_lens, *[each] * (rows // each - real)]
+        metadata.plans[key] = list(range(each, rows + 1, each)), lengths
     return metadata.plans[key]
 
 
@@ -106,7 +112,8 @@ def capture(
     metadata: AttentionMetadata,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Records the layer's call into the graph under capture. Shapes as in `paged_attention`, one row a request."""
+    """Records the layer's call into the graph under capture. Shapes as in `paged_attention`; all requests have as many
+    rows."""
     from npu_gptoss.serving.releases.ascend import get_graph_params, updates_lengths, weak_ref_tensors
 
     if not updates_lengths():
@@ -115,7 +122,8 @@ def capture(
             'use --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
     rows = query.shape[0]
-    query_ends, seq_lens = padded_lengths(metadata, rows)
+    each = metadata.max_query_len
+    query_ends, seq_lens = padded_lengths(metadata, rows, each)
     arguments = call_arguments(
         query,
         key_cache,
@@ -133,6 +141,7 @@ def capture(
         {**arguments, "query": weak_ref_tensors(query)},
         workspace(arguments, impl.window),
         [weak_ref_tensors(output), no_lse(query.device)],
+        each,
     )
     handle, event = record(call, query_ends, seq_lens)
     params = get_graph_params()
@@ -174,7 +183,7 @@ def update_step(update_stream: Any, forward_context: ForwardContext, rows: int) 
     try:
         with torch.npu.stream(update_stream):
             for call, handle, event in recorded:
-                lengths = padded_lengths(forward_context.attn_metadata[call.layer_name], rows)
+                lengths = padded_lengths(forward_context.attn_metadata[call.layer_name], rows, call.each)
                 update(update_stream, call, handle, event, lengths)
                 updated += 1
     except BaseException:

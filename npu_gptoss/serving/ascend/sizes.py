@@ -47,4 +47,5 @@ def cap(config: VllmConfig) -> None:
     """Sets the sizes before vLLM's own update for this model widens its default list. A user's list stays."""
     from npu_gptoss.serving.releases.vllm import choose_sizes
 
-    choose_sizes(config, capture_sizes(config.scheduler_config.max_num_seqs))
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
+    choose_sizes(config, capture_sizes((1 + drafts) * config.scheduler_config.max_num_seqs))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 # equal in both releases
 from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
-    DRAFTERS,
     MXFP4_NAME,
     QUANTIZATIONS,
     STAYED,
@@ -49,6 +48,7 @@ MODULES = STAYED | {
 }
 
 
+DRAFTERS = ("ngram",)  # methods of --speculative-config; EAGLE's steps have lengths that only the device knows
 MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in vLLM's copy of config.json
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pkgutil
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -175,6 +176,31 @@ def all_to_all(*arguments: Any, **options: Any) -> Any:
     return MoECommType.ALLTOALL
 
 
+ANSWERS: dict[tuple[int, ...], list[int]] = {}  # by the beginning of a prompt: the longest sequence so far
+
+
+def drafting(make: Callable[[list[int], int], list[int]]) -> list[tuple[str, str, Callable[[Function], Function]]]:
+    """Drafts by `make(the tokens that follow in an earlier answer, their number)` in the place of n-grams'."""
+
+    def change(right: Function) -> Function:
+        def propose(self: Any, sampled: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+            drafts, batch = [], self.runner.input_batch
+            for row, new in enumerate(sampled):
+                end = batch.num_tokens_no_spec[row]
+                tokens = batch.token_ids_cpu[row, :end].tolist()
+                answer = ANSWERS.setdefault(tuple(tokens[:20]), tokens)
+                if len(tokens) > len(answer):
+                    ANSWERS[tuple(tokens[:20])] = tokens
+                drafts.append(make(answer[end : end + self.k], self.k) if new else [])
+            return drafts
+
+        return propose
+
+    return [("vllm_ascend.spec_decode.ngram_proposer:AscendNgramProposer", "propose", change)]
+
+
+PERFECT = drafting(lambda follow, count: (follow + [0] * count)[:count])
+DROPPED = (CAPTURED, "update", lambda right: lambda stream, call, handle, event, _: event.record(stream))
 UNCHECKED = [(START, name, returning(None)) for name in ("attention", "rest")]
 # The checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts.
 INTERLEAVED = (EXPERTS, "halves", lambda right: lambda columns: columns)
@@ -184,9 +210,8 @@ WITHOUT_TRITON = [
 ]
 SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     # graphs replay with the lengths of their capture; only the events come
-    "updates_dropped": [
-        (CAPTURED, "update", lambda right: lambda stream, call, handle, event, _: event.record(stream))
-    ],
+    "updates_dropped": [DROPPED],
+    "drafts_perfect, updates_dropped": [*PERFECT, DROPPED],
     # each replay gets the lengths of the one before
     "updates_late": [(CAPTURED, "update", updates_late)],
     "replay_dropped": [("torch.npu:NPUGraph", "replay", returning(None))],
@@ -241,6 +266,11 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "combine_not_zeroed": [
         ("npu_gptoss.serving.releases.ascend_0_23", "written", lambda right: lambda rows, mask: rows)
     ],
+    # No mistakes: of drafts none is right, all are, or all but each step's last
+    "drafts_none": drafting(lambda follow, count: []),
+    "drafts_random": drafting(lambda follow, count: random.choices(range(96), k=count)),
+    "drafts_perfect": PERFECT,
+    "drafts_adversarial": drafting(lambda follow, count: [*(follow + [0] * count)[: count - 1], 1 + sum(follow) % 90]),
     "dispatch_unchecked": [(START, "dispatch", returning(None))],
     "without_triton_unchecked": [
         *WITHOUT_TRITON,
