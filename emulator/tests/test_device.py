@@ -71,6 +71,20 @@ def test_expandable_segments_hold_tensors_across_pages_and_give_them_back(stack:
     assert run.stdout.split() == ["6.0", "True", "True", "True"], run.stdout + run.stderr
 
 
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
+def test_an_operator_s_result_may_take_memory_that_is_only_cached(stack: Stack) -> None:
+    """The allocator waits for the device, frees what it keeps and tries again; what never fits is no deadlock."""
+    code = (
+        "import torch\n"
+        "first = torch.zeros(600 << 20, dtype=torch.int8, device='npu'); del first\n"
+        "print(int(torch.ones(700 << 20, dtype=torch.int8, device='npu')[-1]))\n"
+        "try: torch.zeros(2 << 30, dtype=torch.int8, device='npu')\n"
+        "except RuntimeError as error: print('out of memory' in str(error))"
+    )
+    run = machine.emulate("-c", code, machine=Machine(stack.cann[0], memory=1), ASCEND_EMULATOR_HANG_SECONDS="1")
+    assert run.stdout.split() == ["1", "True"], run.stdout + run.stderr
+
+
 def test_number_of_devices() -> None:
     code = (
         "import torch; x = torch.ones(2, device='npu:2'); print(torch.npu.device_count(), (x + 1).device)\n"

@@ -179,6 +179,8 @@ int pump(Lock &lock, Stream *mine) {
 
 int drain(Lock &lock, Stream *stream) {
   static const double patience = atof(setting("HANG_SECONDS", "10"));
+  // An allocation that does not fit waits for the device and frees what is cached; the operator is not yet launched.
+  if (stream->launching == std::this_thread::get_id()) return 0;
   Waiting until_the_end(stream);
   uint64_t seen = machine().steps;
   auto since = std::chrono::steady_clock::now();

@@ -53,6 +53,7 @@ struct Stream {
   int id = 0, device = 0;
   std::deque<Task> queue;
   bool running = false;              // a task of it is being executed by some thread
+  std::thread::id launching;         // of the thread that runs an operator on it at once, for which it may allocate
   int error = 0;                     // of a task that nobody was waiting for; reported by the next synchronisation
   std::shared_ptr<Capture> capture;
   Group *updating = nullptr;

@@ -277,12 +277,14 @@ int emulator_acquire(aclrtStream handle) {
     if (stream->running || !stream->queue.empty()) return 1;
   }
   stream->running = true;
+  stream->launching = std::this_thread::get_id();
   return 0;
 }
 void emulator_release(aclrtStream handle) {
   Stream *stream = stream_of(handle);
   Lock lock(machine().mutex);
   stream->running = false;
+  stream->launching = {};
   if (machine().pending.empty()) machine().changed.notify_all();
   else pump(lock, stream);
 }
