@@ -118,6 +118,7 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         super().process_weights_after_loading(act_dtype)
         for constant in (causal_mask, no_lse):  # made here, because no graph can make them
             constant(self.sinks.device)
+        captured.take_up(self.sinks.device)
         rank = self.num_heads, self.num_kv_heads, self.sinks.dtype, self.sinks.device
         start_check.attention(*rank)
         if self.rotates:

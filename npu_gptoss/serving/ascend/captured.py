@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _workspaces: dict[int | None, torch.Tensor] = {}
 _kept: list[torch.Tensor] = []  # also smaller workspaces, while graphs use them
 _asked: set[tuple[int | None, int]] = set()  # (window, rows) whose size the operator has reported
+_set_aside: dict[int | None, torch.Tensor] = {}  # workspaces to be allocated again: their sizes, on no device
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
 
     from npu_gptoss.serving.releases.ascend import WORKSPACE
 
+    take_up(arguments["query"].device)
     asked = (window, arguments["query"].shape[0])
     if asked not in _asked:
         try:
@@ -95,6 +97,26 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
             _workspaces[window] = largest
         _asked.add(asked)
     return _workspaces[window]
+
+
+def set_aside() -> None:
+    """Frees all workspaces, which no graph uses yet, and remembers their sizes.
+
+    What lies on the device before the model does is in no account of vLLM's: with the workspaces of the start's probe
+    there the KV cache got more memory than was left."""
+    _set_aside.update({window: kept.to("meta") for window, kept in _workspaces.items()})
+    for held in (_workspaces, _kept):
+        held.clear()
+    own_workspace.cache_clear()
+    torch.npu.empty_cache()
+
+
+def take_up(device: torch.device) -> None:
+    """Allocates again what was set aside. Called while the model loads, so that vLLM counts it as the model's."""
+    while _set_aside:
+        window, size = _set_aside.popitem()
+        _workspaces[window] = torch.empty_like(size, device=device)
+        _kept.append(_workspaces[window])
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
         return objection
     if ascend.heads_kept_apart():
         return "this CANN merges heads wrongly, and a graph's single call has no workaround"
-    return probe.full_graph_objection(
+    objection = probe.full_graph_objection(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=model.get_head_size(),
@@ -59,6 +59,8 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
         dtype=model.dtype,
         device=device,
     )
+    captured.set_aside()
+    return objection
 
 
 def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
