@@ -96,7 +96,9 @@ def test_lost_sum_of_the_residual_fails(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"positions": lambda t: t - 1}, {"slot_mapping": lambda t: t.clamp(min=1)}], ids=str
+    "change",
+    [{}, {"positions": lambda t: t - 1}, {"slot_mapping": lambda t: t.clamp(min=1)}],
+    ids=["right", "position", "slot"],
 )
 def test_a_wrong_position_and_a_written_padding_slot_are_seen(change, monkeypatch):
     """As a compiler other than the one that `verify --compile` asks could make of the kernel."""
