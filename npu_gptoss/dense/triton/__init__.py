@@ -104,7 +104,7 @@ _register(LOGITS, "triton_gemv", "A matrix-vector product.", {"rows": ONE}, prio
 register_kernel(
     TOKEN,
     solution="shortlist",
-    capability=TRITON,
+    capability=HOPPER,
     signatures=(accepts(hidden=BF16, weight=BF16),),
     traits={"rows": SHORTLIST_ROWS},
     priority=Priority.PERFORMANT,

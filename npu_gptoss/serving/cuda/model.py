@@ -193,6 +193,11 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
 
     def _warm_up(self, reach: Reach) -> None:
         warm_up(self.gptoss, [cache.pair for cache in self.caches], reach)
+        if self.gptoss.shortlist is not None:
+            from npu_gptoss.serving.cuda.noise import gumbel_noise
+
+            index = torch.zeros(1, dtype=torch.int64, device=self.device)
+            gumbel_noise(index, torch.ones(1, device=self.device), index, index, self.config.vocab_size)
 
     def _share(self) -> None:
         """Wraps the embedding, complete on every rank, and this rank's rows of lm_head as vLLM modules."""
