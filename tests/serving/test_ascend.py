@@ -61,11 +61,12 @@ def test_an_operator_without_sinks_is_refused_before_it_is_called(monkeypatch, o
 def configuration(additional_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
     """The parts of VllmConfig that this side looks at."""
     parts = {"max_num_seqs": 16, "cuda_graph_sizes": [32], "cudagraph_capture_sizes": None, "sequence_parallel": False}
-    parts |= {"enforce_eager": False, "async_scheduling": False, "cudagraph_mode": None}
+    parts |= {"enforce_eager": False, "async_scheduling": False, "cudagraph_mode": None, "speculative_config": None}
     ranks = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
     parts |= {**ranks, "experts": 32, **changes}
     return SimpleNamespace(
         additional_config=additional_config,
+        speculative_config=parts["speculative_config"],
         parallel_config=SimpleNamespace(**{name: parts[name] for name in ranks}),
         model_config=SimpleNamespace(
             enforce_eager=parts["enforce_eager"], hf_config=SimpleNamespace(num_local_experts=parts["experts"])
@@ -207,11 +208,14 @@ def test_sizes_are_capped_unless_the_user_chose_them():
     many = configuration(max_num_seqs=400, cuda_graph_sizes=[512])  # what vLLM fills in from 256 requests on
     sizes.cap(many)
     assert many.scheduler_config.cuda_graph_sizes == sizes.capture_sizes(400)
+    drafting = configuration(speculative_config=SimpleNamespace(num_speculative_tokens=3))
+    sizes.cap(drafting)
+    assert drafting.scheduler_config.cuda_graph_sizes == sizes.capture_sizes(64)
 
 
 @pytest.fixture
 def no_workspaces(monkeypatch):
-    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
+    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set()), ("_set_aside", {})):
         monkeypatch.setattr(captured, name, empty)
 
 
@@ -256,6 +260,27 @@ def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
     monkeypatch.setattr(captured.importlib.metadata, "version", lambda name: "2.7.1.post2")
     with pytest.raises(RuntimeError, match="not supported"):
         captured.workspace({"query": torch.empty(8, 8, 64)}, None)
+
+
+@pytest.mark.usefixtures("no_workspaces")
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_probes_workspaces_come_back_while_the_model_loads(monkeypatch, shared):
+    """A workspace that two windows share is allocated once again, and none is asked for again."""
+    one = torch.empty(800)
+    captured._workspaces.update({None: one, 128: one if shared else torch.empty(400)})
+    captured._kept.extend(captured._workspaces.values())
+    captured._asked.add((128, 4))
+    freed = []
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(empty_cache=lambda: freed.append(1)), raising=False)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
+    captured.set_aside()
+    assert (captured._workspaces, captured._kept, freed) == ({}, [], [1])
+    captured.take_up(torch.device("cpu"))
+    found = captured._workspaces
+    assert {window: len(kept) for window, kept in found.items()} == {None: 800, 128: 800 if shared else 400}
+    assert (found[None] is found[128]) is shared
+    assert captured.workspace({"query": torch.empty(4, 8, 64)}, 128) is found[128]
+    assert len(captured._kept) == 2 - shared
 
 
 def decoding(model_type: str = "gpt_oss", mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY) -> SimpleNamespace:

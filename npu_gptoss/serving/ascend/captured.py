@@ -10,7 +10,6 @@ window layer never gets another layer's lengths or arguments.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,25 +103,25 @@ def set_aside() -> None:
 
     What lies on the device before the model does is in no account of vLLM's: with the workspaces of the start's probe
     there the KV cache got more memory than was left."""
-    _set_aside.update({window: kept.to("meta") for window, kept in _workspaces.items()})
+    sizes = {id(kept): kept.to("meta") for kept in _workspaces.values()}
+    _set_aside.update({window: sizes[id(kept)] for window, kept in _workspaces.items()})
     for held in (_workspaces, _kept):
         held.clear()
-    own_workspace.cache_clear()
     torch.npu.empty_cache()
 
 
 def take_up(device: torch.device) -> None:
     """Allocates again what was set aside. Called while the model loads, so that vLLM counts it as the model's."""
-    while _set_aside:
-        window, size = _set_aside.popitem()
-        _workspaces[window] = torch.empty_like(size, device=device)
-        _kept.append(_workspaces[window])
+    made = {id(size): torch.empty_like(size, device=device) for size in _set_aside.values()}
+    _workspaces.update({window: made[id(size)] for window, size in _set_aside.items()})
+    _kept.extend(made.values())
+    _set_aside.clear()
 
 
-@functools.cache
 def own_workspace(size: int, device: torch.device) -> torch.Tensor:
-    """Allocates scratch memory for calls whose need CANN does not report."""
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    """Returns scratch memory in bytes for calls whose need CANN does not report: one for all, which run one by one."""
+    held = (kept for kept in _workspaces.values() if kept.numel() * kept.element_size() >= size)
+    return found if (found := next(held, None)) is not None else torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def capture(
