@@ -17,7 +17,9 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
 from npu_gptoss.dense import bind_rotate_write, rotate_write
+from npu_gptoss.dense.operations import ROTATE_WRITE, rotate_write_call
 from npu_gptoss.errors import InputError, Refusal
+from npu_gptoss.kernels import explain
 from npu_gptoss.serving import releases
 from npu_gptoss.serving.ascend import captured, start_check
 from npu_gptoss.serving.attention import SinkAttentionImpl, step_metadata
@@ -110,9 +112,12 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
 
     def __init__(self, num_heads: int, head_size: int, *args: Any, rotary: Any = None, **kwargs: Any) -> None:
         super().__init__(num_heads, head_size, *args, **kwargs)
-        dtype = self.sinks.dtype
-        self.rotary, self.turn = rotary, bind_rotate_write(dtype, num_heads + 2 * self.num_kv_heads, head_size)
-        self.rotates = self.turn.of(0).kernel.solution == "triton_ascend" and releases.here().launches_triton
+        heads, dtype = num_heads + 2 * self.num_kv_heads, self.sinks.dtype
+        # explained first: what is bound is reported as a kernel that serves
+        found = explain(ROTATE_WRITE, *rotate_write_call(dtype, heads, dtype, head_size)).selected
+        launched = found is not None and found.solution == "triton_ascend"
+        self.rotates = launched and releases.here().launches_triton
+        self.rotary, self.turn = rotary, bind_rotate_write(dtype, heads, head_size) if self.rotates else None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
