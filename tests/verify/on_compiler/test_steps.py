@@ -116,7 +116,9 @@ def test_a_shift_that_rounds_gives_the_same_bits(kernel):
 def test_a_mutation_that_nothing_notices_fails_the_kernel(kernel, monkeypatch):
     from npu_gptoss.verify.source_mutations import SourceMutation
 
-    dead = SourceMutation("nothing at all", SOURCE[SOURCE.index("def expand_kernel") : SOURCE.index("@functools")])
+    dead = SourceMutation(
+        "nothing at all", SOURCE[SOURCE.index("def expand_kernel") : SOURCE.index("\n\n\ndef expand(")]
+    )
     monkeypatch.setattr(compiled, "source_mutations", lambda source: (dead,))
     report = kernel("", "")
     assert [(m.name, m.ok) for m in report.mutations] == [("nothing at all", False)]
