@@ -85,7 +85,7 @@ ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,$(EMULATED_ENVIRONMENTS)) $(if $(fi
 
 .PHONY: test
 test: ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0, ASCEND_COMPILER=0 leave those out)
-	@echo "make test: up to 13 GB of environments (.venv $(strip $(ENVIRONMENTS))), then the tests: about an hour on two cores"
+	@echo "make test: up to 13 GB of environments (.venv $(strip $(ENVIRONMENTS))), then the tests: half an hour on two cores, twenty minutes more where Docker runs"
 	@$(MAKE) --no-print-directory --jobs=2 $(filter --output-sync,$(.FEATURES:%=--%)) check $(ENVIRONMENTS:%=environment-%)
 	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
