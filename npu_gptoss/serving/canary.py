@@ -339,13 +339,17 @@ def run(worker: Any) -> None:
         )
         logger.error("%s", sentence)
         raise InputError(sentence)
+    unjudged = (
+        f"; of {found.unjudged} graphs only that they are finite: rounding moves the logits as far as a fault"
+        if found.unjudged
+        else ""
+    )
     logger.info(
         "Canary: %d of %d captured graphs compute what eager steps compute, four replays each, in %.1f s "
-        "(largest difference %.1e of the logits; of %d graphs only that they are finite, since rounding moves these "
-        "weights' logits as far as a fault would).",
+        "(largest difference %.1e of the logits%s).",
         found.replayed,
         found.captured,
         time.monotonic() - began,
         found.largest,
-        found.unjudged,
+        unjudged,
     )
