@@ -107,7 +107,7 @@ register_kernel(
     capability=HOPPER,
     signatures=(accepts(hidden=BF16, weight=BF16),),
     traits={"rows": SHORTLIST_ROWS},
-    priority=Priority.PERFORMANT,
+    priority=Priority.SPECIALISED,
     function="npu_gptoss.dense.triton.launches:token",
     summary="Four launches: bounds of all logits from lm_head in eight bits, then the few that can win in full.",
 )
