@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 # a file of the repository -> its page; all of docs/ are pages by themselves
 OUTSIDE = {
+    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.zh.md": "zh.md",
     "docker/README.md": "docker.md",
     "patches/README.md": "patches/README.md",
 }
-# links to these lead to another page that says the same
-INSTEAD = {"README.md": "index.md"}
 
 CODE = r"(?P<fence>^[ ]*```.*?^[ ]*```[ ]*$)|(?P<span>`(?:[^`\n]|\n(?!\s*\n))+`)"
 LINK = r"(?P<image>!?)\[(?P<text>(?:`[^`\n]*`|[^\[\]`])*)\]\((?P<target>[^()\s]+)\)"
@@ -73,7 +72,7 @@ def in_the_site(markdown: str, source: str, site: Mapping[str, str], root: Path 
         where, anchor = resolved(target, source)
         if not (root / where).exists():
             return whole
-        page = site.get(where) or site.get(f"{where}/README.md") or INSTEAD.get(where)
+        page = site.get(where) or site.get(f"{where}/README.md")
         if page or where.startswith("docs/"):
             page = page or where.removeprefix("docs/")
             return f"{match['image']}[{text}]({posixpath.relpath(page, here or '.')}{anchor})"

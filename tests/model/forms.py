@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -490,6 +491,8 @@ FORMS = (
 
 
 def table() -> str:
-    """The page's table: a row for each form."""
+    """The page's table: a row for each form; those of which only the origin can be served are a list below it."""
     lines = ["| files | written by | result |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {form.name} | {form.by} | {form.do or 'served'} |" for form in FORMS)])
+    lines += [f"| {form.name} | {form.by} | {form.do or 'served'} |" for form in FORMS if form.do != ANOTHER]
+    others = ", ".join(f"{form.name} ({form.by})" for form in FORMS if form.do == ANOTHER)
+    return "\n".join([*lines, "", *textwrap.wrap(f"For these, {ANOTHER}: {others}.", 158, break_on_hyphens=False)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.markdown import ALL_COMMANDS, ROOT, Command, blocks, unseen
+from tests.markdown import ALL_COMMANDS, ROOT, Command, blocks, name_of, unseen
 from tests.scripts.make_serve import made
 
 ADDRESS = "http://127.0.0.1:8000/"
@@ -58,7 +58,7 @@ TUTORIAL = ROOT / "docs/tutorials/without-an-accelerator.md"
 @pytest.mark.slow
 def test_the_tutorials_metrics_are_not_those_of_its_questions(port: int) -> None:
     """Counted from before its two questions, as on a server that has just started."""
-    asked = [command for command in REQUESTS if command.page == TUTORIAL.relative_to(ROOT).as_posix()]
+    asked = [command for command in REQUESTS if command.page == name_of(TUTORIAL)]
 
     def run(command: Command) -> str:
         text = command.text.replace(ADDRESS, f"http://127.0.0.1:{port}/")
@@ -113,6 +113,6 @@ def holds(got: Any, shown: Any) -> bool:
     return got == shown
 
 
-def test_readme_and_quickstart_promise_an_answer() -> None:
+def test_readme_and_tutorial_promise_an_answer() -> None:
     answers = {request.page for request in REQUESTS if promised(request)}
-    assert answers >= {"README.md", "README.zh.md", "docs/quickstart.md"}
+    assert answers >= {"README.md", "README.zh.md", name_of(TUTORIAL)}
