@@ -10,15 +10,14 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from npu_gptoss.bench import compare, decode, engine, kernel, random_checkpoint, tables
+from npu_gptoss.bench import compare, decode, kernel, prefill, random_checkpoint, tables
 from npu_gptoss.bench.session import Kind
 
 # what does it, its help, and the arguments of its example
 ACTIONS: dict[str, tuple[Kind | ModuleType, str, str]] = {
     "decode": (decode.KIND, "time per output token, batch by context", "--size 20b --batch 1 32 --json decode.json"),
-    "prefill": (engine.PREFILL, "time to the first token of a prompt", "--size 20b --tokens 8192 --json prefill.json"),
+    "prefill": (prefill.KIND, "time to the first token of a prompt", "--size 20b --tokens 8192 --json prefill.json"),
     "kernel": (kernel, "each kernel of an operation alone", "moe.experts attention.paged --batch 1 32 --json k.json"),
-    "engine": (engine, "decode and prefill on one engine; under torchrun on several GPUs", "--size 20b --out tp1"),
     "compare": (compare, "two files of records, row by row: faster, slower or noise", "a.json b.json --fail-on-slower"),
     "table": (tables, "tables of speed and cost by layout, from records", "*/prefill.json */decode.json"),
     "checkpoint": (random_checkpoint, "write a random full-size checkpoint", "random-20b --size 20b --weights mxfp4"),

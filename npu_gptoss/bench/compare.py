@@ -24,7 +24,7 @@ SLOWER, FASTER, WITHIN_NOISE = "slower", "faster", "within noise"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", type=Path, metavar="OLD.json", help="an earlier file of --json or --out")
+    parser.add_argument("old", type=Path, metavar="OLD.json", help="an earlier file of --json")
     parser.add_argument("new", type=Path, metavar="NEW.json", help="a later one")
     parser.add_argument("--fail-on-slower", action="store_true", help="exit with 1 when a row is slower beyond noise")
 

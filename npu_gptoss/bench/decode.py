@@ -258,7 +258,7 @@ KIND = session.Kind(
     head=f"{'model':>6} {'expert':>6} {'layout':>6} {'batch':>6} {'context':>8} {'TPOT ms':>9} {'floor ms':>9} "
     f"{'floor':>7} {'GB':>8} {'TB/s':>6} {'TFLOP/s':>7} {'distinct':>8} {'tok/s':>9} {'$/Mtok':>8}",
     line=line,
-    points=session.batches_by_contexts,
+    points=lambda args: {f"batch {b}, context {c}": (b, c) for c in args.context for b in args.batch},
     measure=measure,
     profile=profile_decode,
     options=("--batch", "--context", "--steps", "--profile", "--share-experts", "--json"),

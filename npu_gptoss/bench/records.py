@@ -142,13 +142,5 @@ def check_place(path: Path) -> None:
         raise InputError(f"{path} cannot be written: name a file in a folder of yours")
 
 
-def check_folder(folder: Path, *names: str) -> None:
-    """Raises InputError if these files cannot be written, or exist: a smaller run would keep some old numbers."""
-    for name in names:
-        check_place(folder / name)
-        if (folder / name).exists():
-            raise InputError(f"{folder} holds {name} of an earlier run: name another folder with --out, or remove it")
-
-
 def key_of(what: str, row: Record) -> tuple[Any, ...]:
     return tuple(row.get(name, ABSENT.get(name)) for name in KINDS[what].keys)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from npu_gptoss.progress import counted, say
 Record = dict[str, Any]
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
-NOTHING_FITS = "none of these points fits this engine; standard error says why for each"
 
 
 class DoesNotFit(InputError):
@@ -79,7 +78,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--gpu-price": {"type": float, "default": PRICE, "metavar": "USD", "help": "of one hour"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write the records there"},
-    "--out": {"type": Path, "metavar": "DIR", "required": True, "help": "the folder for decode.json and prefill.json"},
 }
 _OF_AN_ENGINE = (
     *("--device", "--dtype", "--max-batch-tokens", "--block-size", "--num-blocks"),
@@ -96,14 +94,6 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
         if how.get("default") is not None:
             how["help"] = f"{how.get('help', '')} (default: %(default)s)".lstrip()
         parser.add_argument(name, **how)
-
-
-def engine_arguments(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """The options of every action with an engine, and these."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
-    source.add_argument("--size", choices=SHAPES, help="random weights of a published shape, made on the device")
-    add_options(parser, *_OF_AN_ENGINE, *names, **defaults)
 
 
 @dataclass(frozen=True)
@@ -133,11 +123,11 @@ class Running:
 
 @dataclass(frozen=True)
 class Kind:
-    """An action that measures an engine.
+    """An action that measures an engine at several points, each with a printed line and a record.
 
     head, line: of the printed table. points: name of each point -> its arguments. measure: called with a `Running` and
     a point's arguments; it returns a record. profile: called with the engine and the same; it returns the device's
-    kernels. options, defaults: as `add_options`.
+    kernels. options: beside those of an engine, as `add_options`.
     """
 
     what: str
@@ -146,29 +136,47 @@ class Kind:
     line: Callable[[Record], str]
     points: Callable[[argparse.Namespace], Mapping[str, tuple[int, ...]]]
     measure: Callable[..., Record]
-    profile: Callable[..., list[Record]] | None = None
-    options: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    profile: Callable[..., list[Record]]
+    options: tuple[str, ...]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        engine_arguments(parser, *self.options, **self.defaults)
+        source = parser.add_mutually_exclusive_group(required=True)
+        source.add_argument("--model", type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
+        source.add_argument("--size", choices=SHAPES, help="random weights of a published shape, made on the device")
+        add_options(parser, *_OF_AN_ENGINE, *self.options)
 
     def run(self, args: argparse.Namespace) -> int:
+        """Measures each point, prints it at once, and leaves out a point that does not fit."""
         with running_engine(args) as running:
             print_head(self.definitions, running.device, running.ceilings, args.gpu_price)
-            if not measure_kind(self, running):
-                raise InputError(NOTHING_FITS)
+            print(self.head)
+            kept = Kept(args, self.what, self.definitions, running.device, running.ceilings)
+            points = self.points(args)
+            for name, point in counted(points.items(), len(points), self.what, "point"):
+                try:
+                    row = self.measure(running, *point)
+                except DoesNotFit as error:
+                    print(f"{name}: not measured: {error}", file=sys.stderr)
+                    continue
+                row = {key: significant(value) for key, value in row.items()}
+                say(self.line(row))
+                if args.profile:
+                    row["inside"] = self.profile(running.engine, *point)
+                    say(profile_table(row["inside"]))
+                kept.add(row)
+            if not kept.end():
+                raise InputError("none of these points fits this engine; standard error says why for each")
         return 0
 
 
 @contextmanager
-def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Iterator[Running]:
-    """An engine with graphs of exactly these batch sizes, by default --batch; under torchrun this rank's.
+def running_engine(args: argparse.Namespace) -> Iterator[Running]:
+    """An engine with graphs of exactly the sizes of --batch; under torchrun this rank's.
 
     Every rank must do the same inside. Only rank 0 prints.
     """
     check_output(args)
-    batches = batches or getattr(args, "batch", [1])
+    batches = getattr(args, "batch", [1])
     options = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights")
     with (
         device_and_ranks(args.device, args.share_experts) as (name, ranks),
@@ -198,27 +206,6 @@ def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Ite
         engine.close()
 
 
-def measure_kind(kind: Kind, running: Running) -> int:
-    """Measures each point, prints it at once, and leaves out a point that does not fit. Returns how many fitted."""
-    kept = Kept(running.args, kind.what, kind.definitions, running.device, running.ceilings)
-    if kind.head:
-        print(kind.head)
-    points = kind.points(running.args)
-    for name, point in counted(points.items(), len(points), kind.what, "point"):
-        try:
-            row = kind.measure(running, *point)
-        except DoesNotFit as error:
-            print(f"{name}: not measured: {error}", file=sys.stderr)
-            continue
-        row = {key: significant(value) for key, value in row.items()}
-        say(kind.line(row))
-        if kind.profile is not None and running.args.profile:
-            row["inside"] = kind.profile(running.engine, *point)
-            say(profile_table(row["inside"]))
-        kept.add(row)
-    return kept.end()
-
-
 class Kept:
     """The records of one action. Rank 0 writes --json after each, because the next may take long, be ended, or fail."""
 
@@ -230,7 +217,7 @@ class Kept:
         device: torch.device,
         ceilings: Sequence[Ceilings],
     ) -> None:
-        left_out = ("action", "json", "model", "out")  # paths belong to one machine
+        left_out = ("action", "json", "model")  # paths belong to one machine
         settings = {name: value for name, value in vars(args).items() if name not in left_out}
         self._file: Path | None = args.json
         self._content = records.document(what, device, definitions, ceilings, args.gpu_price, settings)
@@ -246,11 +233,6 @@ class Kept:
         if found and self._file is not None:
             print(f"{self._file}: {found} records")
         return found
-
-
-def batches_by_contexts(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
-    """The points of decode: (batch, context)."""
-    return {f"batch {batch}, context {context}": (batch, context) for context in args.context for batch in args.batch}
 
 
 def ceilings_of(device: torch.device, count: int = 1) -> list[Ceilings]:

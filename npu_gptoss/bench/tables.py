@@ -33,7 +33,7 @@ SHOWN: dict[str, tuple[str, str, Callable[[Record], str]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files of --json and --out")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files of --json")
 
 
 def run(args: argparse.Namespace) -> int:

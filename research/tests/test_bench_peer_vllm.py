@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from npu_gptoss.bench import decode, engine
+from npu_gptoss.bench import decode, prefill
 from research import bench_peer_vllm as script
 
 
@@ -75,5 +75,5 @@ def test_a_file_says_whether_our_model_ran_and_at_which_commit(monkeypatch):
 
 
 def test_records_define_numbers_of_our_own_records():
-    for what, own in (("decode", decode.KIND), ("prefill", engine.PREFILL)):
+    for what, own in (("decode", decode.KIND), ("prefill", prefill.KIND)):
         assert set(script.DEFINITIONS[what]) <= set(own.definitions)

@@ -72,16 +72,7 @@ def test_unwritable_place_is_refused_before_measuring(words, tmp_path, monkeypat
         assert f"{place} cannot be written" in capsys.readouterr().err
 
 
-def test_a_folder_with_an_earlier_record_is_refused_and_kept(directory, tmp_path, capsys):
-    """A smaller run would leave some of the earlier numbers in the folder."""
-    (tmp_path / "decode.json").write_text("hours")
-    assert bench("engine", "--model", directory, "--device", "cpu", "--out", tmp_path) == 2
-    assert f"{tmp_path} holds decode.json of an earlier run: name another folder" in capsys.readouterr().err
-    assert (tmp_path / "decode.json").read_text() == "hours"
-
-
-@pytest.mark.parametrize("action", ["decode", "engine"])
-def test_records_before_a_failure_or_ctrl_c_are_in_the_file(action, directory, tmp_path, monkeypatch):
+def test_records_before_a_failure_or_ctrl_c_are_in_the_file(directory, tmp_path, monkeypatch):
     """Of a long list of points the largest may run out of memory, or be one too many to wait for."""
     measured = decode.run_decode
 
@@ -91,9 +82,9 @@ def test_records_before_a_failure_or_ctrl_c_are_in_the_file(action, directory, t
         return measured(engine, batch, *rest)
 
     monkeypatch.setattr(decode, "run_decode", fails_at_two)
-    where = ("--json", tmp_path / "decode.json") if action == "decode" else ("--out", tmp_path)
     options = ("--device", "cpu", "--dtype", "float32", "--batch", 1, 2, "--context", 20, "--steps", 2)
-    assert bench(action, "--model", directory, *options, "--num-blocks", 20, *where) == 130
+    options += ("--num-blocks", 20, "--json", tmp_path / "decode.json")
+    assert bench("decode", "--model", directory, *options) == 130
     (record,) = json.loads((tmp_path / "decode.json").read_text())["records"]
     assert record["batch"] == 1
 
@@ -204,7 +195,7 @@ def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):
         ("decode", "--size", "20b", "--steps", 0),
         ("prefill", "--size", "20b", "--max-batch-tokens", -1),
         ("decode", "--size", "20b", "--context", "many"),
-        ("engine", "--size", "20b", "--out", "x", "--repeats", 0),
+        ("prefill", "--size", "20b", "--repeats", 0),
         ("kernel", "--block-size", 0),
         ("kernel", "--samples", 0),
     ],

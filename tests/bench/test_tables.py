@@ -54,18 +54,21 @@ def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
 def test_layouts_measured_one_by_one_share_a_table_of_each_kind(directory, tmp_path, monkeypatch, capfd):
     """docs/benchmarking.md measures each layout by a command of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = ["--device", "cpu", "--dtype", "float32", "--batch", "1", "2", "--context", "20", "--tokens", "30"]
-    options += ["--steps", "3", "--repeats", "1", "--num-blocks", "40", "--gpu-price", "6", "--model", str(directory)]
-    assert main(["bench", "engine", *options, "--out", str(tmp_path / "tp1")]) == 0
+    options = ["--device", "cpu", "--dtype", "float32", "--num-blocks", "40", "--gpu-price", "6"]
+    options += ["--model", str(directory)]
+    prefill = ["bench", "prefill", *options, "--tokens", "30", "--repeats", "1"]
+    decode = ["bench", "decode", *options, "--batch", "1", "2", "--context", "20", "--steps", "3"]
+    for kind, words in (("prefill", prefill), ("decode", decode)):
+        assert main([*words, "--json", str(tmp_path / f"tp1/{kind}.json")]) == 0
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "npu_gptoss.cli"]
-    shared = ["bench", "engine", *options, "--share-experts", "expert", "--out", str(tmp_path / "ep2")]
+    shared = [*decode, "--share-experts", "expert", "--json", str(tmp_path / "ep2/decode.json")]
     subprocess.run([sys.executable, *ranks, *shared], check=True, cwd=ROOT, timeout=300)
     for record in records.read(tmp_path / "ep2/decode.json")["records"]:
         tokens_an_hour = 3.6e6 / record["tpot_ms"] * record["batch"]
         assert record["gpus"] == 2
         assert record["dollars_per_million_tokens"] == pytest.approx(6e6 * 2 / tokens_an_hour, rel=1e-3)
     capfd.readouterr()
-    files = [str(tmp_path / layout / f"{kind}.json") for kind in ("prefill", "decode") for layout in ("tp1", "ep2")]
+    files = [str(tmp_path / f"{name}.json") for name in ("tp1/prefill", "tp1/decode", "ep2/decode")]
     assert main(["bench", "table", *files]) == 0
     printed = capfd.readouterr().out
     assert printed.count("a GPU hour at $6.00.") == 1

@@ -1,24 +1,19 @@
-"""Prefill, and prefill with decode, on one offline engine.
-
-Prefill is the time to the first token: one prompt, nothing else under way, an empty cache.
-"""
+"""Time to the first token of the offline engine: one prompt, nothing else under way, an empty cache."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
 
-from npu_gptoss.bench import decode, records, session
+from npu_gptoss.bench import session
 from npu_gptoss.bench.decode import check_fits, random_prompts
 from npu_gptoss.bench.measure import device_kernels
 from npu_gptoss.bench.roofline import prefill_work
 from npu_gptoss.bench.session import Running
 from npu_gptoss.engine import Engine, SamplingParams
-from npu_gptoss.errors import InputError
 
-PREFILL_DEFINITIONS = {
+DEFINITIONS = {
     "prefill_s": "median seconds from handing one random prompt to the idle engine to its first token, over `repeats` "
     "different prompts after one that does not count; host work and sampling included",
     "floor_ms": "the larger of bytes / bandwidth and operations / arithmetic rate at the first of `ceilings`; "
@@ -52,7 +47,7 @@ def profile_prefill(engine: Engine, tokens: int, seed: int = 0) -> list[dict[str
     return device_kernels(lambda: engine.generate(prompt, FIRST_TOKEN), engine.device)
 
 
-def measure_prefill(running: Running, tokens: int) -> dict[str, Any]:
+def measure(running: Running, tokens: int) -> dict[str, Any]:
     """The record of one length."""
     engine, args = running.engine, running.args
     times = run_prefill(engine, tokens, args.repeats)
@@ -69,7 +64,7 @@ def measure_prefill(running: Running, tokens: int) -> dict[str, Any]:
     }
 
 
-def prefill_line(record: dict[str, Any]) -> str:
+def line(record: dict[str, Any]) -> str:
     """One row of the printed table."""
     return (
         "{model:>6} {weights:>6} {layout:>6} {prompt_tokens:>8} {prefill_s:>10.4f} {floor_s:>9.4f} "
@@ -77,41 +72,14 @@ def prefill_line(record: dict[str, Any]) -> str:
     ).format(**record, floor_s=record["floor_ms"] / 1e3)
 
 
-PREFILL = session.Kind(
+KIND = session.Kind(
     what="prefill",
-    definitions=PREFILL_DEFINITIONS,
+    definitions=DEFINITIONS,
     head=f"{'model':>6} {'expert':>6} {'layout':>6} {'tokens':>8} {'TTFT s':>10} {'floor s':>9} {'floor':>7} "
     f"{'TFLOP/s':>8} {'TB/s':>6} {'tok/s':>10} {'$/Mtok':>8}",
-    line=prefill_line,
+    line=line,
     points=lambda args: {f"{tokens} tokens": (tokens,) for tokens in args.tokens},
-    measure=measure_prefill,
+    measure=measure,
     profile=profile_prefill,
     options=("--tokens", "--repeats", "--profile", "--share-experts", "--json"),
 )
-
-
-# -- decode and prefill: `bench engine`
-
-KINDS = (decode.KIND, PREFILL)
-FILES = tuple(f"{kind.what}.json" for kind in KINDS)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    points = ("--batch", "--context", "--steps", "--tokens", "--repeats")
-    defaults = {"context": [1024, 8192], "tokens": [8192, 32768], "steps": 64}
-    session.engine_arguments(parser, *points, "--share-experts", "--out", **defaults)
-
-
-def run(args: argparse.Namespace) -> int:
-    records.check_folder(args.out, *FILES)
-    args.profile = False
-    with session.running_engine(args) as running:
-        session.print_head({}, running.device, running.ceilings, args.gpu_price)
-        print("  the files' `definitions` explain each number")
-        found = 0
-        for kind, file in zip(KINDS, FILES, strict=True):
-            args.json = args.out / file
-            found += session.measure_kind(kind, running)
-        if not found:
-            raise InputError(session.NOTHING_FITS)
-    return 0
