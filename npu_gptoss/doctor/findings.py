@@ -34,12 +34,6 @@ class Finding:
     subject: str = ""
     check: str = ""
 
-    def __post_init__(self) -> None:
-        if self.state not in STATES:
-            raise ValueError(f"a finding's state is one of {', '.join(STATES)}, got {self.state!r}")
-        if not self.sentence or (self.state in (WARNING, FAILED) and not self.remedy):
-            raise ValueError(f"{self.sentence or self.check!r} needs a sentence, and a remedy unless all is well")
-
 
 Found = Finding | Iterable[Finding]
 
@@ -155,18 +149,6 @@ class Words:
 
 def _name(finding: Finding) -> str:
     return f"{finding.check} {finding.subject}".rstrip()
-
-
-def in_words(findings: Sequence[Finding], groups: Mapping[str, Sequence[str]], brief: bool = False) -> str:
-    """The whole report for people, of findings in the order of the groups."""
-    lines: list[str] = []
-    words = Words(groups, brief, lines.append)
-    for title in groups.values():
-        for finding in findings:
-            if finding.check in title:
-                words.add(finding)
-    words.end()
-    return "\n".join(lines)
 
 
 def _wrapped(start: str, text: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import NOT_APPLICABLE, OK, STATES, Finding, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Device, Machine
-from npu_gptoss.verify.self_test.record import Record, Seen, stack, today
+from npu_gptoss.verify.self_test import record
 
 
 @on_ascend("releases of CANN to remember")
@@ -15,35 +15,21 @@ def remembered(here: Machine, found: Sequence[Finding], devices: Sequence[Device
     """found: the findings of the other checks. devices: the one that was opened, or none. Stores the self-tests if all
     of them ran to an end."""
     card = devices[0].name if devices else "no card"
-    record, name = Record.of(here.environ), stack(card, here.environ, here.root)
+    name, file = record.stack(card, here.environ, here.root), record.file(here.environ)
     ran: dict[str, str] = {}
     for finding in found:
         if finding.check in SELF_TESTS:  # which may have several findings
             ran[finding.check] = max(ran.get(finding.check, OK), finding.state, key=STATES.index)
     complete = set(ran) == set(SELF_TESTS) and NOT_APPLICABLE not in ran.values()
-    objection = record.remember(name, tests=ran, when=today()) if complete else ""
-    seen = record.read()
-    known = seen.get(name, Seen())
-    details = [f"servers: {known.way_round}"] if known.way_round else []
-    details += [
-        f"seen before: {other}, on {entry.when}, {_judgement(entry)}"
-        for other, entry in seen.items()
-        if other != name and entry.tests
-    ]
-    more = {"details": tuple(details)}
-    if objection:
+    if complete and (objection := record.remember(name, ran, here.environ)):
         remedy = "Name a writable folder with XDG_CACHE_HOME, or servers will say that it was never tested."
-        return warning(f"{name} was tested, but {record.path} cannot be written: {objection}.", remedy, **more)
-    if not known.tests:
+        return warning(f"{name} was tested, but {file} cannot be written: {objection}.", remedy)
+    known = record.read(here.environ).get(name)
+    if known is None:
         remedy = "Run `npu-gptoss doctor` where the card is, and once more after each change of CANN."
-        return warning(f"{name} was never tested whole here.", remedy, **more)
-    sentence = f"{name} was tested whole on {known.when}: {_judgement(known)}; {record.path} remembers it."
+        return warning(f"{name} was never tested whole here.", remedy)
+    sentence = f"{name} was tested whole on {known.when}: {{}}; {file} remembers it."
     if known.wrong:
-        return warning(sentence, "Do as the self-tests above say.", **more)
-    return ok(sentence, **more)
-
-
-def _judgement(seen: Seen) -> str:
-    if seen.wrong:
-        return f"wrong are {', '.join(seen.wrong)}"
-    return f"all right ({sum(state == OK for state in seen.tests.values())} self-tests)"
+        return warning(sentence.format(f"wrong are {', '.join(known.wrong)}"), "Do as the self-tests above say.")
+    right = sum(state == OK for state in known.tests.values())
+    return ok(sentence.format(f"all right ({right} self-tests)"))

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ ASCEND = Platform("ascend", frozenset({"torch_npu", "triton", TRITON_FOR_ASCEND}
 INTERPRETER, LOWERED = "interpreter", "lowered"  # the steps that call a kernel, before the names of their calls
 CARDS = ("Ascend910B3", "Ascend910B4-1", "Ascend910_9391")  # two A2 and an A3: their names for the compiler
 SECONDS = 60  # of one mutation: then it is caught, because it does not end
-DOUBLINGS = 8  # of a constant, until the compiler refuses it
 
 
 def ascend_kernels(wanted: str | None) -> list[Target]:
@@ -61,8 +60,7 @@ def _in_triton(module: str) -> bool:
 def verify_compiled(target: Target, *, seed: int, cases: int) -> Report:
     """All steps of one kernel. Raises InputError where the compiler is not installed.
 
-    details: `programs`, with the plan of `ascend_emulator.compiler.planner`, and `refused`, the first doubled value of
-    each constant that the compiler refuses ("" as its reason when none was).
+    details: `programs`, with the plan of `ascend_emulator.compiler.planner`.
     """
     launches, report = compiler("launches"), Report(target)
     made: dict[Any, Any] = {}
@@ -75,23 +73,14 @@ def verify_compiled(target: Target, *, seed: int, cases: int) -> Report:
         if any(call.wrong for call in report.calls if call.call.startswith(LOWERED)):
             return report  # neither a plan nor a mutation says anything of a kernel that is wrong
         plan = compiler("planner").plan
-        planned = [(key[0], one.program, plan(one.program, CARDS[0])) for key, one in made.items()]
-        refused = list(_first_refused(planned))
-        report.details = {
-            "programs": [{"program": str(program), "plan": asdict(found)} for _, program, found in planned],
-            "refused": refused,
-        }
-        for _, program, found in planned:
+        planned = [(one.program, plan(one.program, CARDS[0])) for one in made.values()]
+        report.details = {"programs": [{"program": str(program), "plan": asdict(found)} for program, found in planned]}
+        for program, found in planned:
             for card, seen in ((CARDS[0], found), *((card, plan(program, card)) for card in CARDS[1:])):
                 kept = report.reasons if seen.refusal else report.notes
                 kept.append(f"{program} for {card}: {_planned(seen)}")
         if not planned:
             report.reasons.append("no program was compiled")
-        report.notes += [
-            "{constant}={used} is used, ".format(**one)
-            + ("{value} is refused: {reason}" if one["reason"] else "nothing up to {value} is refused").format(**one)
-            for one in refused
-        ]
         calls = [
             (call, target.check.definition(call.inputs), spec)
             for spec in specs_of(target.kernel, target.check, seed, cases)
@@ -122,28 +111,6 @@ def compiler(module: str) -> Any:
     except tools.CompilerError as error:
         raise InputError(str(error)) from error
     return found
-
-
-def _first_refused(planned: Sequence[tuple[Any, Any, Any]]) -> Iterator[dict[str, Any]]:
-    """planned: kernels, programs and plans. Of the program that takes the most memory, each constant doubled until
-    the compiler refuses."""
-    planner, lowering = compiler("planner"), compiler("lowering")
-    kernel, program, _ = max(planned, key=lambda each: max(each[2].memory.values(), default=0))
-    constants = dict(program.constants)
-    for name, used in constants.items():
-        if type(used) is not int:
-            continue
-        value, reason = used, ""
-        for _ in range(DOUBLINGS):
-            value *= 2
-            try:
-                larger = lowering.lower(kernel, dict(program.types), {**constants, name: value})
-                reason = planner.plan(larger).refusal
-            except compiler("tools").CompilerError as error:
-                reason = str(error)
-            if reason:
-                break
-        yield {"constant": name, "used": used, "value": value, "reason": reason}
 
 
 def _first_wrong(target: Target, kept: list[tuple[Call, Any, CallSpec]], changed: Mapping[str, str]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
-from npu_gptoss.doctor.findings import Finding, Found
+from npu_gptoss.doctor.findings import Finding, Found, Words
 from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.platform import GROUP as PLATFORMS
 
@@ -88,3 +88,13 @@ def only(found: Found, state: str, *phrases: str) -> Finding:
     for phrase in phrases:
         assert phrase in f"{finding.sentence} {finding.remedy}", finding
     return finding
+
+
+def in_words(findings: Iterable[Finding], groups: Mapping[str, Sequence[str]], brief: bool = False) -> str:
+    """The whole report for people, of findings in the order of the groups."""
+    lines: list[str] = []
+    words = Words(groups, brief, lines.append)
+    for finding in findings:
+        words.add(finding)
+    words.end()
+    return "\n".join(lines)

@@ -183,14 +183,3 @@ def test_a_well_set_up_910b_gets_no_complaint(tiny, tmp_path, monkeypatch):
     found = diagnose(here, "--model", str(tiny))
     assert [finding for finding in found if finding.state != "ok"] == []
     assert {"cann", "nnal", "driver", "device-files", "plugin", "memory", "graphs"} <= {f.check for f in found}
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--max-model-len", "0"), ("--tensor-parallel-size", "-1"), ("--max-num-seqs", "x")]
-)
-def test_numbers_that_are_none_are_refused(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        options(*arguments)
-    assert stop.value.code == 2
-    words = capsys.readouterr().err
-    assert f"{arguments[0]}: expected a whole number of at least 1, got {arguments[1]!r}" in words

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.doctor import exposure
-from npu_gptoss.doctor.findings import in_words
 from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.compat import patches
-from tests.doctor.machines import CPU_PACKAGES, machine, only
+from tests.doctor.machines import CPU_PACKAGES, in_words, machine, only
 
 SECRET = "k3y-of-a-test"
 OLD, NEW = ({**CPU_PACKAGES, "starlette": release} for release in ("0.50.0", "1.10.0"))

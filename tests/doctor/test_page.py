@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from npu_gptoss.doctor.checks import CHECKS
-from npu_gptoss.doctor.findings import SCHEMA, STATES, as_json, in_words, ok
+from npu_gptoss.doctor.findings import SCHEMA, STATES, as_json, ok
 from npu_gptoss.doctor.selftest import PREFIX, self_test
 from npu_gptoss.kernels import platform_override
+from tests.doctor.machines import in_words
 from tests.markdown import PAGES, ROOT, blocks, name_of
 
 PAGE = ROOT / "docs/doctor.md"

@@ -51,7 +51,6 @@ def test_every_kernel_of_ascend_in_triton_passes_all_steps(tmp_path: Path) -> No
         vectors = {int(elements): count for elements, count in plan["vectors"].items()}
         # docs/performance.md predicts the time of packed experts from these two, and docs/verify.md names them
         assert vectors == {rows * columns: 19, columns: 7}
-    assert any("ub overflow" in one["reason"] for one in found["refused"])
     assert len(found["mistakes"]) > 50
 
 

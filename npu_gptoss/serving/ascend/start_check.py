@@ -28,9 +28,8 @@ from npu_gptoss.serving.releases.vllm import expert_share
 from npu_gptoss.verify.compare import Result
 from npu_gptoss.verify.depth import Depth, Rank
 from npu_gptoss.verify.self_test import attention as attention_calls
-from npu_gptoss.verify.self_test import dense, experts
+from npu_gptoss.verify.self_test import dense, experts, record
 from npu_gptoss.verify.self_test.attention import BLOCK, HEAD_DIM
-from npu_gptoss.verify.self_test.record import Record, stack
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
@@ -56,9 +55,6 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
                 "CANN's attention merges heads wrongly above 512 keys here (%s). Decode calls carry one more "
                 "request of two rows, which keeps heads apart: correct but slower. A newer CANN may have it repaired.",
                 wrong[0].suspect,
-            )
-            Record.of().remember(
-                stack(name_of(device)), way_round="decode calls carry one more request of two rows (merged heads)"
             )
             return
         wrong = still
@@ -152,9 +148,9 @@ def around(rank: Rank) -> None:
 
 def tell_what_was_seen(device: torch.device) -> None:
     """Logs one line if the doctor never tested this CANN here, or found wrong results."""
-    here = stack(name_of(device))
-    seen = Record.of().read().get(here)
-    if seen is None or not seen.tests:
+    here = record.stack(name_of(device))
+    seen = record.read().get(here)
+    if seen is None:
         logger.warning(
             "%s was never tested whole here, and results of another release prove nothing about it: "
             "`npu-gptoss doctor` tests it in a minute. The start itself makes the short tests only.",

@@ -1,7 +1,6 @@
 """Stores self-test results for each CANN release on this machine, so that a server can report them at its start.
 
-The doctor writes them after its self-tests, a server when it works around a defect. They leave out no later test: they
-only show which CANN was never tested.
+The doctor writes them after its self-tests. They leave out no later test: they only show which CANN was never tested.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from npu_gptoss import __version__, cann
 from npu_gptoss.files import cache_directory, write_atomically
@@ -37,45 +35,34 @@ def stack(card: str, environ: Mapping[str, str] = os.environ, root: Path = Path(
 
 @dataclass(frozen=True)
 class Seen:
-    """tests: the state of each self-test of the doctor, empty when they never ran. when: the day. way_round: the
-    workaround that servers took, in a sentence; empty when none."""
+    """tests: the state of each self-test of the doctor. when: the day."""
 
-    tests: dict[str, str] = field(default_factory=dict)
-    when: str = ""
-    way_round: str = ""
+    tests: dict[str, str]
+    when: str
 
     @property
     def wrong(self) -> list[str]:
         return [name for name, state in self.tests.items() if state == "failed"]
 
 
-@dataclass(frozen=True)
-class Record:
-    """The file of one machine and user."""
-
-    path: Path
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str] = os.environ) -> Record:
-        return cls(cache_directory(environ) / FILE)
-
-    def read(self) -> dict[str, Seen]:
-        """The entries by `stack`; none where the file is missing or has another form."""
-        try:
-            return {name: Seen(**entry) for name, entry in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
-
-    def remember(self, name: str, **changes: Any) -> str:
-        """Changes the entry of a stack. Returns why that could not be written, empty when it was."""
-        known = self.read()
-        known[name] = Seen(**{**vars(known.get(name, Seen())), **changes})
-        try:
-            write_atomically(self.path, json.dumps({n: vars(s) for n, s in known.items()}, indent=1).encode())
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
+def file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Of one machine and user."""
+    return cache_directory(environ) / FILE
 
 
-def today() -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime())
+def read(environ: Mapping[str, str] = os.environ) -> dict[str, Seen]:
+    """The entries by `stack`; none where the file is missing or has another form."""
+    try:
+        return {name: Seen(**entry) for name, entry in json.loads(file(environ).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def remember(name: str, tests: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> str:
+    """Writes today's results of a stack. Returns why that could not be done, empty when it was."""
+    entries = {**read(environ), name: Seen(dict(tests), time.strftime("%Y-%m-%d", time.gmtime()))}
+    try:
+        write_atomically(file(environ), json.dumps({n: vars(s) for n, s in entries.items()}, indent=1).encode())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

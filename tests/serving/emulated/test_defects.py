@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from npu_gptoss.verify.self_test.record import FILE
 from tests.serving.emulated.rounds import FULL, THREE_IN_A_BUCKET_OF_FOUR, right, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -15,11 +14,10 @@ EXPERTS_IN_PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True
 
 
 @pytest.mark.parametrize("options", [{}, FULL], ids=["piecewise", "full decode graphs"])
-def test_heads_that_are_merged_wrongly_are_kept_apart(options, serve, expected, tmp_path):
+def test_heads_that_are_merged_wrongly_are_kept_apart(options, serve, expected):
     rounds = [turn(ABOVE_A_TILE, seed=3)]
     results, printed = serve(rounds, options=options, machine={"defects": ["merged-heads"]})
     assert printed.count(WAY_ROUND) == 1
-    assert "two rows" in (tmp_path / "cache/npu_gptoss" / FILE).read_text(), "the doctor reports it later"
     assert "CANN 8.3.RC1" in printed
     assert "never tested whole" in printed
     assert right(rounds, results, expected) == [True]
