@@ -53,10 +53,7 @@ def strict(text: str) -> Any:
 
 
 def generate(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -> tuple[int, str, str]:
-    try:
-        code = cli.main(["generate", "--model", str(directory), *COMMON, *options])
-    except SystemExit as end:  # argparse
-        code = end.code
+    code = cli.main(["generate", "--model", str(directory), *COMMON, *options])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -330,15 +327,9 @@ def test_nothing_but_the_answer_reaches_standard_output(directory: Path) -> None
         (("--prompts-file", "/nowhere.jsonl"), "/nowhere.jsonl cannot be read"),
         (("--prompt-ids", "1", "--chat"), "--prompt-ids: --chat turns texts into messages"),
         (("--prompt", "", "--chat"), "--prompt: the message is empty"),
-        (("--prompt-ids", "1", "--device", "tpu"), "there is no device 'tpu': expected auto, cpu, cuda, npu"),
         (("--prompt-ids", "1", "--dtype", "float16"), "float16 cannot hold"),
-        (("--prompt-ids", "1", "--max-tokens", "0"), "max_tokens must be a whole number from 1, got 0"),
         (("--prompt-ids", "1", "--temperature", "nan"), "temperature must be a finite number"),
-        (("--prompt-ids", "1", "--logprobs", "600"), "logprobs is 600, but the vocabulary has 512"),
-        (("--prompt-ids", "1", "--num-blocks", "0"), "at least one block"),
         (("--prompt-ids", "1", "--model", "/nowhere"), "/nowhere: "),
-        (("--prompt-ids", "1", "--max-tokens", "x"), "invalid int value"),
-        ((), "one of the arguments --prompt --prompt-ids --prompts-file is required"),
     ],
 )
 def test_wrong_input_is_a_sentence_and_exit_code_2(capsys, directory, options, message) -> None:

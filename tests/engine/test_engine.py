@@ -392,11 +392,6 @@ def test_the_cache_is_no_larger_than_the_batch_can_use(tmp_path: Path) -> None:
     assert Engine(tmp_path, max_batch_size=3).scheduler.allocator.num_blocks == 3 * 7
 
 
-def test_default_step_on_a_cpu_has_2048_rows(engine: Engine) -> None:
-    """An accelerator's 16384 would take minutes, in which an interrupt waits."""
-    assert engine.scheduler.max_batch_tokens == 2048
-
-
 def test_the_dtype_follows_the_checkpoint(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         write_random_checkpoint(tmp_path / dtype, layers=1, dtype=dtype)

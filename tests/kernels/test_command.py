@@ -11,18 +11,6 @@ from npu_gptoss.kernels.registry import registry
 from tests.kernels.toy import kernel
 
 
-def test_list_shows_every_operation_and_its_kernels(capsys):
-    assert main(["kernels", "list"]) == 0
-    out = capsys.readouterr().out
-    for name in (
-        "attention.paged.small_ops",
-        "attention.paged.reference",
-        "moe.experts.small_ops",
-        "moe.route.reference",
-    ):
-        assert name in out
-
-
 @pytest.mark.parametrize(
     ("platform", "settings", "selected"),
     [
@@ -91,4 +79,5 @@ def test_listing_imports_no_vllm_and_no_torch_npu():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "attention.paged.small_ops" in done.stdout
+    for name in ("attention.paged.small_ops", "attention.paged.reference", "moe.experts.small_ops", "moe.route.ascend"):
+        assert name in done.stdout

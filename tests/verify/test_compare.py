@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npu_gptoss.verify.compare import compare
-from npu_gptoss.verify.tolerances import BFLOAT16, EXACT, FLOAT32, TOLERANCES, WIDER, Tolerance, tolerance
+from npu_gptoss.verify.tolerances import BFLOAT16, EXACT, FLOAT32, Tolerance
 
 WANT = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
@@ -65,11 +65,3 @@ def test_shares_of_the_largest_and_of_sizes_widen_a_tolerance() -> None:
     for limit in (Tolerance(0.0, 0.0, of_largest=0.1), Tolerance(1e-9, 0.0, of_size=0.05)):
         assert compare({"out": got}, {"out": WANT}, {"out": limit}, sizes).ok
         assert not compare({"out": with_change((0, 0), 1.5)}, {"out": WANT}, {"out": limit}, sizes).ok
-
-
-def test_wider_tolerances_have_a_reason() -> None:
-    assert {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (1e-3, 1.6e-2)} == TOLERANCES
-    for key, wider in WIDER.items():
-        assert len(wider.reason) > 10, key
-        limit = tolerance(*key)
-        assert (limit.scale, limit.of_largest, limit.of_size) != (1.0, 0.0, 0.0), f"{key} is not wider"
