@@ -19,7 +19,7 @@ ACTIONS: dict[str, tuple[Kind | ModuleType, str, str]] = {
     "prefill": (prefill.KIND, "time to the first token of a prompt", "--size 20b --tokens 8192 --json prefill.json"),
     "kernel": (kernel, "each kernel of an operation alone", "moe.experts attention.paged --batch 1 32 --json k.json"),
     "compare": (compare, "two files of records, row by row: faster, slower or noise", "a.json b.json --fail-on-slower"),
-    "table": (tables, "tables of speed and cost by layout, from records", "*/prefill.json */decode.json"),
+    "table": (tables, "a Markdown table of records: time, floor, speed, cost", "*/prefill.json */decode.json"),
     "checkpoint": (random_checkpoint, "write a random full-size checkpoint", "random-20b --size 20b --weights mxfp4"),
 }
 

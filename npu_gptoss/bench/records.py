@@ -10,7 +10,7 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,14 @@ def write(content: Document, path: Path) -> None:
     write_atomically(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
-def read(path: Path, kinds: Iterable[str] = KINDS) -> Document:
-    """A file of these kinds, ours or another engine's, that says where it was measured. Raises InputError."""
+def read(path: Path) -> Document:
+    """A file of KINDS, ours or another engine's, that says where it was measured. Raises InputError."""
     if not path.is_file():
         raise InputError(f"{path}: there is no such file; `npu-gptoss bench … --json FILE` writes one")
     content = read_json(path, InputError)
     what = content.get("what") if isinstance(content, dict) else content
-    if what not in tuple(kinds):  # what may be anything
-        raise InputError(f"{path}: expected an object with records of {', '.join(kinds)}, got {what!r:.60}")
+    if what not in tuple(KINDS):  # what may be anything
+        raise InputError(f"{path}: expected an object with records of {', '.join(KINDS)}, got {what!r:.60}")
     if missing := [name for name in ("engine", "machine", "versions", "date") if name not in content]:
         raise InputError(f"{path}: {', '.join(missing)} missing, so its numbers cannot be placed: measure it again")
     if not isinstance(content.get("records"), list):

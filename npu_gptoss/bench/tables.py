@@ -1,34 +1,23 @@
-"""Prints records of decode and prefill as Markdown tables of speed and cost by layout.
-
-Prefill: seconds and dollars a million input tokens, layouts by lengths. Decode: tokens a second of each user and
-dollars a million output tokens, batches by layouts.
-"""
+"""Prints files of records as Markdown tables, a row a record: time, share of the floor, speed and cost."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from npu_gptoss.bench import records
-from npu_gptoss.bench.records import ABSENT, Record
-from npu_gptoss.tables import markdown
+from npu_gptoss.bench.records import ABSENT, KINDS, Record
 
-NOT_MEASURED = "–"
-# title, the field beside the layout, a cell without its price
-SHOWN: dict[str, tuple[str, str, Callable[[Record], str]]] = {
-    "prefill": (
-        "Prefill, {}: time to the first token, $ a million input tokens.",
-        "prompt_tokens",
-        lambda row: f"{row['prefill_s']:.3f} s",
-    ),
-    "decode": (
-        "Decode, {}: tokens/s of each user, $ a million output tokens.",
-        "batch",
-        lambda row: f"{1e3 / row['tpot_ms']:.0f} tok/s",
-    ),
+# the fields that are shown beside those that tell rows apart, as far as a record has them
+SHOWN = {
+    "tpot_ms": "ms a token",
+    "prefill_s": "s to the first token",
+    "us": "us",
+    "percent_of_floor": "% of the floor",
+    "tokens_per_s": "tokens/s",
+    "dollars_per_million_tokens": "$ a million tokens",
 }
 
 
@@ -37,60 +26,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print("\n".join(page([records.read(file, SHOWN) for file in args.files])))
+    print("\n".join(page([records.read(file) for file in args.files])))
     return 0
 
 
-def page(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The tables of all files, under the machine that they were measured on, then layouts that were not measured.
-
-    Files of one machine, day and kind share a table: each layout is measured by itself.
-    """
-    found: dict[str, dict[str, list[Record]]] = {}
+def page(documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Files of one machine, day and kind share a table, because each layout is measured by itself."""
+    found: dict[tuple[str, str], list[Record]] = {}
     for document in documents:
         versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-        price = document.get("dollars_per_gpu_hour")
         head = f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}"
-        head += "." if price is None else f"; a GPU hour at ${price:.2f}."
-        found.setdefault(head, {}).setdefault(document["what"], []).extend(document["records"])
-    lines: list[str] = []
-    for head, kinds in found.items():
-        lines += [head, "", *(line for what, rows in kinds.items() for line in tables_of(what, rows))]
-    missing = {n: reason for document in documents for n, reason in document.get("not_measured", {}).items()}
-    return [*lines, *(line for name, reason in missing.items() for line in (f"{name}: {reason}.", ""))][:-1]
+        if price := document.get("dollars_per_gpu_hour"):
+            head += f"; a GPU hour at ${price:.2f}"
+        found.setdefault((f"{head}: {document['what']}", document["what"]), []).extend(document["records"])
+    for (head, what), rows in found.items():
+        fields = [*KINDS[what].keys, *(name for name in SHOWN if any(row.get(name) is not None for row in rows))]
+        yield from (head, "", _line(SHOWN.get(name, name) for name in fields), "|" + "---|" * len(fields))
+        yield from (_line(_cell(row.get(name, ABSENT.get(name))) for name in fields) for row in rows)
+        yield ""
 
 
-def tables_of(what: str, rows: Iterable[Record]) -> list[str]:
-    """One table for each model, format and context: of prefill layouts by lengths, of decode batches by layouts."""
-    title, field, cell = SHOWN[what]
-    groups: dict[str, list[Record]] = {}
-    for row in rows:
-        context = f", context {row['context']}" if "context" in row else ""
-        groups.setdefault(f"{row['model']}, {row['weights']} experts{context}", []).append(row)
-    lines: list[str] = []
-    for name, members in groups.items():
-        layouts = sorted({_layout(row) for row in members}, key=_by_gpus)
-        points = sorted({row[field] for row in members})
-        cells = {(_layout(row), row[field]): cell(row) + _dollars(row) for row in members}
-        head = ["layout", *(f"{point} tokens" for point in points)]
-        grid = [[layout, *(cells.get((layout, point), NOT_MEASURED) for point in points)] for layout in layouts]
-        if what == "decode":
-            head = ["batch", *layouts]
-            grid = [[point, *(cells.get((layout, point), NOT_MEASURED) for layout in layouts)] for point in points]
-        lines += [title.format(name), "", *markdown(head, grid), ""]
-    return lines
+def _line(cells: Iterator[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def _layout(row: Record) -> str:
-    return row.get("layout", ABSENT["layout"])
-
-
-def _by_gpus(layout: str) -> tuple[int, bool]:
-    """By GPUs; of equally many, tensor parallel before expert parallel."""
-    return int(re.sub(r"\D", "", layout)), layout.startswith("ep")
-
-
-def _dollars(row: Record) -> str:
-    """Empty for a peer's row without a price."""
-    dollars = row.get("dollars_per_million_tokens")
-    return "" if dollars is None else f", ${dollars:.3f}"
+def _cell(value: object) -> str:
+    return "–" if value is None else f"{float(f'{value:.4g}'):g}" if isinstance(value, float) else str(value)
