@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss.cann import parse
 from npu_gptoss.doctor import cann
 from npu_gptoss.serving.ascend import limits
 from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, ascend, machine, only, write
@@ -45,28 +44,11 @@ def install_driver(root: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "series", "release", "prerelease"),
-    [
-        ("8.3.RC1", (8, 3), "RC1", False),
-        ("8.3.rc2", (8, 3), "RC2", False),
-        ("8.3.RC1.alpha003", (8, 3), "RC1", True),
-        ("8.5.0", (8, 5), "0", False),
-        ("8.5.0.alpha002", (8, 5), "0", True),
-        ("8.5.0-beta.1", (8, 5), "0", True),
-        ("9.0.1", (9, 0), "1", False),
-    ],
-)
-def test_versions_are_taken_apart(text, series, release, prerelease):
-    assert parse("V100R001C23") is parse("") is None
-    version = parse(text)
-    assert (version.series, version.release, version.prerelease) == (series, release, prerelease)
-
-
-@pytest.mark.parametrize(
     ("version", "packages", "state", "phrase"),
     [
         ("8.3.RC1", ASCEND_PACKAGES, "warning", "take 8.3.RC2"),
         ("8.3.RC2", ASCEND_PACKAGES, "ok", "CANN 8.3.RC2"),
+        ("8.3.rc2", ASCEND_PACKAGES, "ok", "CANN 8.3.rc2"),
         ("8.3.RC1.alpha003", ASCEND_PACKAGES, "failed", "an alpha build: its attention operator fails on sinks"),
         ("8.3.RC2.alpha001", ASCEND_PACKAGES, "failed", "alpha build"),
         ("8.2.RC1.alpha003", ASCEND_PACKAGES, "failed", "older than 8.3.RC1, the first whose attention operator"),
@@ -78,7 +60,7 @@ def test_versions_are_taken_apart(text, series, release, prerelease):
         ("9.0.0", ASCEND_PACKAGES, "failed", "129 keys"),
         ("9.2.0", ASCEND_PACKAGES, "failed", "0.27.1rc1 to 0.30.0rc2"),
         ("9.3.0", ASCEND_PACKAGES, "warning", "not one of 8.3.RC1, 8.3.RC2"),
-        ("T63", ASCEND_PACKAGES, "warning", "no version that can be compared"),
+        *((text, ASCEND_PACKAGES, "warning", "no version that can be compared") for text in ("T63", "V100R001C23")),
         # compared with the stack above it
         ("9.1.0", ASCEND_9_1_PACKAGES, "ok", "CANN 9.1.0"),
         ("9.1.0", {}, "ok", "CANN 9.1.0"),  # nothing else is installed yet

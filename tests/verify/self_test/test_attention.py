@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_gptoss.kernels import platform_override
 from npu_gptoss.verify.depth import Rank
 from npu_gptoss.verify.self_test.attention import CASES, results_of
 from tests import ascend_ops
@@ -20,13 +19,6 @@ def wrong(case, heads=8, kv_heads=1):
 
 def found(case, heads=8, kv_heads=1):
     return list(results_of(case, Rank(CPU, BF16, 2, heads=heads, kv_heads=kv_heads)))
-
-
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_right_kernels_pass_with_room_to_spare(case):
-    with platform_override("cpu"):
-        assert max(result.error for result in found(case)) < 0.5
-        assert wrong(case) == []
 
 
 @pytest.mark.slow
