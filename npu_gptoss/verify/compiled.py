@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ CPU = torch.device("cpu")
 ASCEND = Platform("ascend", frozenset({"torch_npu", "triton", TRITON_FOR_ASCEND}))
 INTERPRETER, LOWERED = "interpreter", "lowered"  # the steps that call a kernel, before the names of their calls
 CARDS = ("Ascend910B3", "Ascend910B4-1", "Ascend910_9391")  # two A2 and an A3: their names for the compiler
-SECONDS = 60  # of one mutation: then it is caught, because it does not end
+SECONDS = 60  # of a core, of one mutation: then it is caught, because it does not end
 
 
 def ascend_kernels(wanted: str | None) -> list[Target]:
@@ -135,7 +136,8 @@ def _in_a_child(work: Callable[[], str]) -> str:
     if child == 0:
         status = 1
         try:
-            signal.alarm(SECONDS)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            signal.alarm(10 * SECONDS)  # for one that waits; on a busy machine a right one takes long
             torch.set_num_threads(1)  # a pool of the parent's threads has no threads here, and would be waited for
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # libc's words about a broken heap
             os.write(writer, work().encode()[:4096])
@@ -146,7 +148,7 @@ def _in_a_child(work: Callable[[], str]) -> str:
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read().decode(errors="replace")
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status == -signal.SIGALRM:
+    if status in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
         return f"it does not end within {SECONDS} s"
     return said if status == 0 else f"it ends its process with {status}"
 
