@@ -8,7 +8,8 @@ checkpoint's own layout and never transposed.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,20 +21,34 @@ from npu_gptoss.moe import ExpertWeights, Mxfp4Experts, bind_route, expert_mlp, 
 from npu_gptoss.serving.quantization import OurConfig
 from npu_gptoss.serving.releases.vllm import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
-    UNUSED_EXPERTS_OPTIONS,
     FusedMoE,
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
     activation_name,
 )
 
+# Settings of vLLM's layer that our kernels know one value of: softmax over the top k, in no groups
+ROUTING = {
+    "renormalize": True,
+    "use_grouped_topk": False,
+    "custom_routing_function": None,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "e_score_correction_bias": None,
+    "apply_router_weight_on_input": False,
+}
+# Other options that vLLM's and vllm-ascend's layers pass in a step: settings again, and what gpt-oss has no use for
+_PASSED = """
+    activation global_num_experts num_experts expert_map topk_group num_expert_group enable_eplb expert_load_view
+    logical_to_physical_map logical_replica_count quantized_x_for_share dynamic_scale_for_share shared_experts log2phy
+    global_redundant_expert_num pertoken_scale
+"""
+PASSED = {*ROUTING, *_PASSED.split()}
 DUMMY_SCALE = 115  # weights up to 6 * 2 ** -12, about as large as the dummy loader's
 
 
 class GptOssExpertsMethod(FusedMoEMethodBase):
     """Creates, prepares and applies the experts of a layer on this rank."""
-
-    unused_options: ClassVar[dict[str, Any]] = UNUSED_EXPERTS_OPTIONS
 
     def __init__(self, layer: FusedMoE, swiglu_limit: float, packed: bool = False) -> None:
         super().__init__(layer.moe_config)
@@ -41,10 +56,10 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         self.packed = packed
         self.activation = layer.activation
         self._routes: dict[torch.dtype, Bound] = {}
-        if not self.moe.has_bias:
-            raise InputError(
-                "the experts of gpt-oss have biases, but the layer was built with has_bias=False", field="has_bias"
-            )
+        built = {name: getattr(layer, name) for name in ROUTING} | {"has_bias": self.moe.has_bias}
+        for name, expected in {**ROUTING, "has_bias": True}.items():
+            if built[name] != expected:
+                raise InputError(f"gpt-oss's experts have {name}={expected!r}, got {built[name]!r}", field=name)
 
     def create_weights(
         self,
@@ -113,14 +128,10 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         x: torch.Tensor,
         router_logits: torch.Tensor,
         top_k: int,
-        renormalize: bool,
-        activation: str = "silu",
-        global_num_experts: int = -1,
-        expert_map: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """x [tokens, hidden], router_logits [tokens, experts] -> this rank's part of the sum [tokens, hidden]."""
-        self._check(activation, renormalize, options)
+        refuse_unknown(options)
         topk_weights, topk_ids = self.route(router_logits, top_k)
         return expert_mlp(x, layer.prepared_experts, topk_weights, topk_ids)
 
@@ -131,19 +142,10 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
             kernel = self._routes[router_logits.dtype] = bind_route(router_logits.dtype)
         return route(router_logits, top_k, kernel=kernel)
 
-    def _check(self, activation: str, renormalize: bool, options: dict[str, Any]) -> None:
-        """Raises InputError if the layer asks at run time for other options than were prepared at load."""
-        if activation != self.activation or not renormalize:
-            raise InputError(
-                f"the experts were prepared for activation {self.activation!r} and weights that sum to one, but are "
-                f"asked for activation {activation!r} and renormalize={renormalize}",
-                field="activation" if activation != self.activation else "renormalize",
-            )
-        for name, value in options.items():
-            if name not in self.unused_options or value != self.unused_options[name]:
-                raise InputError(
-                    f"gpt-oss routes by softmax over the top k, without other options: got {name}={value}", field=name
-                )
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name in options.keys() - PASSED:
+        raise InputError(f"gpt-oss's experts have no option {name}, got {options[name]!r}", field=name)
 
 
 class ExpertsConfig(OurConfig):

@@ -42,7 +42,7 @@ from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.mxfp4 import GROUP, expand_transposed
 from npu_gptoss.serving import compat, loading
 from npu_gptoss.serving import model as serving_model
-from npu_gptoss.serving.model import GptOssForCausalLM
+from npu_gptoss.serving.model import FusedMoE, GptOssForCausalLM
 from npu_gptoss.serving.moe import GptOssExpertsMethod
 from tests.checkpoints import new_checkpoint, random_config, random_tensors, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
@@ -270,10 +270,15 @@ def test_the_clamp_of_the_checkpoints_config_reaches_the_experts(vllm_config, te
     assert {layer.mlp.experts.prepared_experts.swiglu_limit for layer in ready.model.layers} == {5.5}
 
 
-def test_experts_without_biases_are_refused() -> None:
-    layer = SimpleNamespace(moe_config=SimpleNamespace(has_bias=False), activation="swigluoai")
-    with refused("has_bias"):
-        GptOssExpertsMethod(layer, 7.0)
+@pytest.mark.parametrize(
+    "change",
+    [{"has_bias": False}, {"renormalize": False}, {"apply_router_weight_on_input": True}, {"routed_scaling_factor": 2}],
+    ids=str,
+)
+def test_setting_of_the_layer_that_kernels_would_drop_is_refused(change, vllm_config, monkeypatch):
+    monkeypatch.setattr(serving_model, "FusedMoE", lambda **given: FusedMoE(**given | change))
+    with refused(*change):
+        build(vllm_config)
 
 
 def test_the_experts_are_kept_once(loaded: GptOssForCausalLM) -> None:
@@ -282,22 +287,10 @@ def test_the_experts_are_kept_once(loaded: GptOssForCausalLM) -> None:
     assert not [name for name, _ in loaded.named_buffers() if ".experts." in name]
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"activation": "silu"}, "activation"),
-        ({"renormalize": False}, "renormalize"),
-        ({"use_grouped_topk": True}, "use_grouped_topk"),
-        ({"scoring_func": "sigmoid"}, "scoring_func"),
-        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
-        ({"shared_expert_gate": 1}, "shared_expert_gate"),
-    ],
-)
-def test_an_option_of_the_experts_that_would_be_dropped_is_refused(change, field, loaded):
+def test_option_of_a_step_that_nothing_reads_is_refused(loaded):
     experts = loaded.model.layers[0].mlp.experts
-    options = {"top_k": 4, "renormalize": True, "activation": "swigluoai", **change}
-    with refused(field):
-        experts.quant_method.apply(experts, torch.zeros(2, 96), torch.zeros(2, 8), **options)
+    with refused("shared_expert_gate"):
+        experts.quant_method.apply(experts, torch.zeros(2, 96), torch.zeros(2, 8), 4, shared_expert_gate=1)
 
 
 def test_another_activation_is_refused_when_it_is_prepared(model, vllm_config, tensors):

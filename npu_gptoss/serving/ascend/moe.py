@@ -8,16 +8,15 @@ vllm-ascend; else we use `token_dispatch` and `token_combine` of its dispatchers
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe import expert_mlp
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
-from npu_gptoss.serving.moe import GptOssExpertsMethod
+from npu_gptoss.serving.moe import GptOssExpertsMethod, refuse_unknown
 from npu_gptoss.serving.releases.ascend import (
-    UNUSED_EXPERTS_OPTIONS,
     TokenDispatcherWithAllGather,
     comm_method,
     dispatch,
@@ -26,29 +25,23 @@ from npu_gptoss.serving.releases.ascend import (
 
 
 class AscendExpertsMethod(GptOssExpertsMethod):
-    unused_options: ClassVar[dict[str, Any]] = {**GptOssExpertsMethod.unused_options, **UNUSED_EXPERTS_OPTIONS}
-
     def apply(
         self,
         layer: torch.nn.Module,
         x: torch.Tensor,
         router_logits: torch.Tensor,
         top_k: int,
-        renormalize: bool,
-        activation: str = "silu",
-        global_num_experts: int = -1,  # later releases call it num_experts
         expert_map: torch.Tensor | None = None,
         enable_force_load_balance: bool = False,
-        num_experts: int = -1,
         mc2_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
         """x [tokens, hidden], router_logits [tokens, experts] of all tokens that this rank's experts receive."""
-        self._check(activation, renormalize, options)
+        refuse_unknown(options)
         prepared = layer.prepared_experts
         topk_weights, topk_ids = self.route(router_logits, top_k)
         if enable_force_load_balance:  # in the profile run, whose rows are equal
-            topk_ids = torch.randint_like(topk_ids, 0, max(global_num_experts, num_experts))
+            topk_ids = torch.randint_like(topk_ids, 0, router_logits.shape[1])
         method = comm_method()
         if isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
             return experts_result(expert_mlp(x, prepared, topk_weights, topk_ids))

@@ -41,16 +41,6 @@ SEAMS = STAYED_SEAMS | {
 }
 SOURCES: dict[str, str] = {}
 
-# Arguments that vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value for "not used".
-UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
-    "quantized_x_for_share": None,
-    "dynamic_scale_for_share": None,
-    "shared_experts": None,
-    "log2phy": None,
-    "global_redundant_expert_num": 0,
-}
-
-
 GRAPHS = None  # vllm-ascend's own choice is PIECEWISE
 # Bytes of scratch memory for a captured call: CANN 8.3 as published refuses to report the need for packed tokens (R37).
 # The call takes any pointer and size. The need follows from its tiling, on at most 24 cores: 100 MiB on 8.3

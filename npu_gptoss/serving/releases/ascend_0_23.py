@@ -38,8 +38,6 @@ SEAMS = STAYED_SEAMS | {
 # REPLAYS_IN_ORDER
 SOURCES = {"vllm_ascend.compilation.acl_graph:ACLGraphWrapper.__call__": "torch.npu.current_stream().synchronize()"}
 
-# Arguments that vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value for "not used".
-UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {"log2phy": None, "global_redundant_expert_num": 0, "pertoken_scale": None}
 # As vllm-ascend's own choice, which has run on hardware with its attention calls; ours have not: see `serving.canary`
 GRAPHS = "FULL_DECODE_ONLY"
 WORKSPACE = None  # CANN 9.1 reports the need of a captured call

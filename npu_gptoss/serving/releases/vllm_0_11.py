@@ -93,23 +93,6 @@ def register_formats() -> None:
 
 # Arguments for vLLM's experts layer beyond those of every release.
 EXPERTS_LAYER_OPTIONS: dict[str, Any] = {"reduce_results": True}
-# Arguments that it passes to `apply` and this model does not use, with the value for "not used"; 0.23 passes them too.
-STAYED_OPTIONS: dict[str, Any] = {
-    "use_grouped_topk": False,
-    "topk_group": None,
-    "num_expert_group": None,
-    "custom_routing_function": None,
-    "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0,
-    "e_score_correction_bias": None,
-    "apply_router_weight_on_input": False,
-}
-UNUSED_EXPERTS_OPTIONS = STAYED_OPTIONS | {
-    "enable_eplb": False,
-    "expert_load_view": None,
-    "logical_to_physical_map": None,
-    "logical_replica_count": None,
-}
 
 
 def choose_sizes(config: Any, sizes: list[int]) -> None:

@@ -14,7 +14,6 @@ from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
     MXFP4_NAME,
     QUANTIZATIONS,
     STAYED,
-    STAYED_OPTIONS,
     own_experts,
     register_formats,
     yarn,
@@ -95,7 +94,6 @@ def unavailable(said: str) -> Exception:
 
 # Arguments for vLLM's experts layer beyond those of every release.
 EXPERTS_LAYER_OPTIONS: dict[str, Any] = {}
-UNUSED_EXPERTS_OPTIONS = STAYED_OPTIONS
 
 
 def choose_sizes(config: Any, sizes: list[int]) -> None:
