@@ -13,7 +13,7 @@ from npu_gptoss.attention.metadata import AttentionMetadata, DecodeMetadata, Ste
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.attention.padding import unpad, zero_tail
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import Bound, Described, bind, chosen, signature
+from npu_gptoss.kernels import Bound, Described, bind, chosen, expect, signature
 
 __all__ = ["AttentionMetadata", "DecodeMetadata", "LayerKernels", "StepMetadata", "paged_attention", "write_kv_cache"]
 
@@ -59,11 +59,7 @@ class LayerKernels:
 def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_heads: int, head_dim: int) -> None:
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dim() != 4 or cache.shape[2] != kv_heads or cache.shape[3] != head_dim:
-            raise InputError(
-                f"{name} must be [blocks, block_size, kv_heads, head_dim] with {kv_heads} heads of {head_dim}, "
-                f"got {list(cache.shape)}",
-                field=name,
-            )
+            expect(name, cache, "blocks", "block_size", kv_heads, head_dim)
 
 
 def write_kv_cache(
@@ -124,15 +120,11 @@ def paged_attention(
     _check_caches(key_cache, value_cache, kv_heads, head_dim)
     if kv_heads == 0 or heads % kv_heads:
         raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly", field="query")
-    if sinks is None or tuple(sinks.shape) != (heads,):
-        got = "none" if sinks is None else list(sinks.shape)
-        raise InputError(
-            f"sinks must hold one value for each of the {heads} local query heads, got {got}", field="sinks"
-        )
+    expect("sinks", sinks, heads)
     if out is None:
         out = torch.empty_like(query)
-    elif out.shape != query.shape:
-        raise InputError(f"out must have the shape of query {list(query.shape)}, got {list(out.shape)}", field="out")
+    else:
+        expect("out", out, *query.shape)
     if tokens:
         run = chosen(
             PAGED,

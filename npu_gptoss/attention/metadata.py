@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import expect
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,8 @@ class AttentionMetadata:
             raise InputError(
                 f"slot_mapping has {self.slot_mapping.shape[0]} entries for {start[-1]} rows", field="slot_mapping"
             )
-        if self.lengths is not None and (self.lengths.shape != (len(lengths),) or self.lengths.dtype != torch.int32):
-            raise InputError(
-                f"lengths must be [{len(lengths)}] int32, got {list(self.lengths.shape)} {self.lengths.dtype}",
-                field="lengths",
-            )
+        if self.lengths is not None:
+            expect("lengths", self.lengths, len(lengths), dtype=torch.int32)
 
     @property
     def exact_seq_lens(self) -> tuple[int, ...]:
@@ -126,10 +124,7 @@ class DecodeMetadata:
 
     def __post_init__(self) -> None:
         rows = self.lengths.shape[0]
-        if self.lengths.dtype != torch.int32 or self.lengths.dim() != 1:
-            raise InputError(
-                f"lengths must be [rows] int32, got {list(self.lengths.shape)} {self.lengths.dtype}", field="lengths"
-            )
+        expect("lengths", self.lengths, "rows", dtype=torch.int32)
         if self.block_table.shape[0] < rows or self.slot_mapping.shape[0] < rows:
             raise InputError(
                 f"{rows} rows need as many in block_table and slot_mapping, "

@@ -30,7 +30,7 @@ from npu_gptoss.dense.operations import (
 )
 from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import Bound, bind, chosen, signature
+from npu_gptoss.kernels import Bound, bind, chosen, expect, signature
 
 __all__ = [
     "Shortlist",
@@ -85,31 +85,23 @@ def bind_add_norm(hidden: torch.dtype) -> Bound:
 
 
 def _check_rows(residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor) -> None:
-    if residual.dim() != 2 or norm_weight.shape != residual.shape[1:] or norm_weight.dtype != torch.float32:
-        raise InputError(
-            f"residual must be [rows, hidden] and norm_weight [hidden] float32, got {list(residual.shape)} and "
-            f"{list(norm_weight.shape)} {norm_weight.dtype}",
-            field="residual",
-        )
-    if delta is not None and delta.shape != residual.shape:
-        raise InputError(f"delta must be like residual, {list(residual.shape)}, got {list(delta.shape)}", field="delta")
+    expect("residual", residual, len(residual), residual.shape[-1])
+    expect("norm_weight", norm_weight, residual.shape[1], dtype=torch.float32)
+    if delta is not None:
+        expect("delta", delta, *residual.shape)
 
 
-def _check_weight(weight: torch.Tensor, inputs: int, bias: torch.Tensor | None, name: str) -> None:
-    if len(weight.shape) != 2 or weight.shape[1] != inputs:
-        raise InputError(f"{name} must be [out, {inputs}], got {list(weight.shape)}", field=name)
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise InputError(f"the bias of {name} must be [{weight.shape[0]}], got {list(bias.shape)}", field="bias")
+def _check_weight(weight: torch.Tensor, inputs: int, bias: torch.Tensor | None = None) -> None:
+    expect("weight", weight, len(weight), inputs)
+    if bias is not None:
+        expect("bias", bias, len(weight))
 
 
 def _check_heads(width: int, key_cache: torch.Tensor, value_cache: torch.Tensor, name: str) -> int:
     """Returns head_dim. width: of packed queries, keys and values."""
-    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
-        raise InputError(
-            "the caches must be alike [blocks, block_size, kv_heads, head_dim], "
-            f"got {list(key_cache.shape)} and {list(value_cache.shape)}",
-            field="key_cache",
-        )
+    if key_cache.dim() != 4:
+        expect("key_cache", key_cache, "blocks", "block_size", "kv_heads", "head_dim")
+    expect("value_cache", value_cache, *key_cache.shape)
     kv_heads, head_dim = key_cache.shape[2:]
     heads, rest = divmod(width - 2 * kv_heads * head_dim, head_dim)
     if heads < 1 or rest:
@@ -148,10 +140,9 @@ def qkv(
     Returns the new residual and the queries [rows, heads, head_dim].
     """
     _check_rows(residual, delta, norm_weight)
-    _check_weight(weight, residual.shape[1], bias, "weight")
+    _check_weight(weight, residual.shape[1], bias)
     head_dim = _check_heads(weight.shape[0], key_cache, value_cache, "weight")
-    if positions.shape[0] != residual.shape[0]:
-        raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}", field="positions")
+    expect("positions", positions, len(residual))
     run = chosen(
         QKV, kernel, residual.shape[0], lambda rows: qkv_call(rows, weight.dtype, weight, key_cache.dtype, head_dim)
     )
@@ -212,11 +203,9 @@ def output(
 
     Without residual it is one rank's share, to be summed over the ranks first.
     """
-    _check_weight(weight, attended.shape[-1], bias, "weight")
-    if residual is not None and residual.shape != (attended.shape[0], weight.shape[0]):
-        raise InputError(
-            f"residual must be [{attended.shape[0]}, {weight.shape[0]}], got {list(residual.shape)}", field="residual"
-        )
+    _check_weight(weight, attended.shape[-1], bias)
+    if residual is not None:
+        expect("residual", residual, len(attended), len(weight))
     run = chosen(OUTPUT, kernel, attended.shape[0], lambda rows: output_call(rows, attended.dtype, weight))
     return run(attended=attended, weight=weight, bias=bias, residual=residual)
 
@@ -242,11 +231,11 @@ def router(
     int32 or int64, largest logit first.
     """
     _check_rows(residual, delta, norm_weight)
-    _check_weight(weight, residual.shape[1], bias, "router weight")
+    _check_weight(weight, residual.shape[1], bias)
     if not 1 <= top_k <= weight.shape[0]:
         raise InputError(f"top_k must be 1 to {weight.shape[0]} (the experts), got {top_k}", field="top_k")
-    if live is not None and live.shape != residual.shape[:1]:
-        raise InputError(f"live must be [{residual.shape[0]}], got {list(live.shape)}", field="live")
+    if live is not None:
+        expect("live", live, len(residual))
     run = chosen(ROUTER, kernel, residual.shape[0], lambda rows: router_call(rows, weight.dtype, weight))
     return run(
         residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, weight=weight, bias=bias, top_k=top_k,
@@ -273,15 +262,12 @@ def logits(
     normed: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Kernel = None
 ) -> torch.Tensor:
     """normed [rows, hidden] @ weight [vocab, hidden].T -> [rows, vocab] in normed's dtype, into `out` where given."""
-    _check_weight(weight, normed.shape[-1], None, "lm_head")
+    _check_weight(weight, normed.shape[-1])
     if out is None:
         out = torch.empty(normed.shape[0], weight.shape[0], dtype=normed.dtype, device=normed.device)
-    elif out.shape != (normed.shape[0], weight.shape[0]) or out.dtype != normed.dtype or not out.is_contiguous():
-        raise InputError(
-            f"out must be contiguous [{normed.shape[0]}, {weight.shape[0]}] in {normed.dtype}, "
-            f"got {list(out.shape)} in {out.dtype}",
-            field="out",
-        )
+    expect("out", out, len(normed), len(weight), dtype=normed.dtype)
+    if not out.is_contiguous():
+        raise InputError(f"out must be contiguous, got strides {out.stride()}", field="out")
     run = chosen(LOGITS, kernel, normed.shape[0], lambda rows: logits_call(rows, normed.dtype, weight))
     run(normed=normed, weight=weight, out=out)
     return out
@@ -297,8 +283,7 @@ def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Ker
         raise InputError(f"logits must be [rows, vocab], got {list(logits.shape)}", field="logits")
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    elif out.shape != logits.shape[:1] or out.dtype != torch.int64:
-        raise InputError(f"out must be [{logits.shape[0]}] int64, got {list(out.shape)} {out.dtype}", field="out")
+    expect("out", out, len(logits), dtype=torch.int64)
     run = chosen(GREEDY, kernel, logits.shape[0], lambda _: (signature(logits=logits.dtype), {}))
     run(logits=logits, out=out)
     return out
@@ -318,11 +303,8 @@ def token(
     noise: [rows, vocab] float32, finite; Gumbel's draws from the distribution of the logits. None: the largest logit.
     A logit is rounded to normed's dtype, as `logits` rounds it, before the noise is added.
     """
-    _check_weight(weight, normed.shape[-1], None, "lm_head")
-    if noise is not None and (noise.shape != (len(normed), len(weight)) or noise.dtype != torch.float32):
-        raise InputError(
-            f"noise must be [{len(normed)}, {len(weight)}] float32, got {list(noise.shape)} {noise.dtype}",
-            field="noise",
-        )
+    _check_weight(weight, normed.shape[-1])
+    if noise is not None:
+        expect("noise", noise, len(normed), len(weight), dtype=torch.float32)
     run = chosen(TOKEN, kernel, normed.shape[0], lambda rows: token_call(rows, normed.dtype, weight))
     return run(normed=normed, weight=weight, shortlist=shortlist, noise=noise)

@@ -40,4 +40,4 @@ from npu_gptoss.kernels.selection import (
     select_kernel,
     selected_kernels,
 )
-from npu_gptoss.kernels.signature import Signature, accepts, signature
+from npu_gptoss.kernels.signature import Signature, accepts, expect, signature

@@ -9,11 +9,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from npu_gptoss.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def dtype_name(dtype: object) -> str:
     """ "bfloat16" for torch.bfloat16 and for "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def _is_size(want: int | str, size: int) -> bool:
+    return want == size or isinstance(want, str)
+
+
+def expect(name: str, tensor: torch.Tensor | None, *shape: int | str, dtype: torch.dtype | None = None) -> None:
+    """Raises InputError for no tensor, and for one of another shape or dtype. shape: a word stands for any size."""
+    if tensor is not None and (dtype is None or tensor.dtype == dtype):
+        sizes = tensor.shape
+        if sizes == shape or (len(sizes) == len(shape) and all(map(_is_size, shape, sizes))):
+            return
+    want = f"[{', '.join(map(str, shape))}]" + ("" if dtype is None else f" {dtype_name(dtype)}")
+    got = "none" if tensor is None else f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"
+    raise InputError(f"{name} must be {want}, got {got}", field=name)
 
 
 @dataclass(frozen=True)

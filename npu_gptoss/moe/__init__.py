@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import Bound, KernelError, Priority, SelectedKernel, bind, chosen
+from npu_gptoss.kernels import Bound, KernelError, Priority, SelectedKernel, bind, chosen, expect
 from npu_gptoss.moe import ascend, packed, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI, activation_name
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, TOP_K, described, experts_call, route_call
@@ -78,12 +78,10 @@ def route(
     selection. Returns weights [tokens, top_k] float32, or rounded once to the dtype of the logits, which sum to 1, and
     ids [tokens, top_k] int64 or int32, largest logit first.
     """
-    if router_logits.dim() != 2 or not 1 <= top_k <= router_logits.shape[1]:
-        raise InputError(
-            "router_logits must be [tokens, experts] and top_k 1 to experts, "
-            f"got {list(router_logits.shape)} and {top_k}",
-            field="router_logits" if router_logits.dim() != 2 else "top_k",
-        )
+    if router_logits.dim() != 2:
+        expect("router_logits", router_logits, "tokens", "experts")
+    if not 1 <= top_k <= router_logits.shape[1]:
+        raise InputError(f"top_k must be 1 to {router_logits.shape[1]} (the experts), got {top_k}", field="top_k")
     run = chosen(ROUTE, kernel, 0, lambda _: route_call(router_logits.dtype))
     return run(logits=router_logits, top_k=top_k)
 
@@ -167,17 +165,9 @@ def expert_mlp(
     a negative id is padding and adds nothing.
     Returns [tokens, hidden] in the dtype of hidden_states: the local experts' share, before any all-reduce.
     """
-    if hidden_states.dim() != 2 or hidden_states.shape[1] != prepared.hidden_size:
-        raise InputError(
-            f"hidden_states must be [tokens, {prepared.hidden_size}], got {list(hidden_states.shape)}",
-            field="hidden_states",
-        )
-    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != hidden_states.shape[0]:
-        raise InputError(
-            f"topk_weights and topk_ids must both be [{hidden_states.shape[0]}, k], "
-            f"got {list(topk_weights.shape)} and {list(topk_ids.shape)}",
-            field="topk_ids",
-        )
+    expect("hidden_states", hidden_states, len(hidden_states), prepared.hidden_size)
+    expect("topk_ids", topk_ids, len(hidden_states), topk_ids.shape[-1])
+    expect("topk_weights", topk_weights, *topk_ids.shape)
     if hidden_states.shape[0] == 0:
         return torch.empty_like(hidden_states)
     run = prepared.bound.of(hidden_states.shape[0])

@@ -27,6 +27,7 @@ from npu_gptoss.kernels import (
     Range,
     accepts,
     define_operation,
+    expect,
     register_kernel,
     select_kernel,
     signature,
@@ -124,8 +125,7 @@ def expand(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor, *, ke
             f"got {list(out.shape)} of {out.dtype}",
             field="out",
         )
-    if experts.dtype != torch.int32:
-        raise InputError(f"experts must be int32, got {experts.dtype}", field="experts")
+    expect("experts", experts, "slots", dtype=torch.int32)
     quarter = packed.rows * packed.shape[2]
     run = select_kernel(EXPAND, signature(out=out.dtype), {"quarter": quarter}, override=kernel)
     run(packed=packed, experts=experts, out=out)

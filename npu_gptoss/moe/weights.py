@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.signature import dtype_name
+from npu_gptoss.kernels.signature import dtype_name, expect
 from npu_gptoss.moe import mxfp4
 
 FP8 = torch.float8_e4m3fn
@@ -22,13 +22,7 @@ FP8_LARGEST = 448.0
 
 def _check(weights: object, dtype: torch.dtype | None, **shapes: tuple[int, ...]) -> None:
     for name, shape in shapes.items():
-        got = getattr(weights, name)
-        if got is None or tuple(got.shape) != shape:
-            raise InputError(
-                f"{name} must be {list(shape)}, got {'none' if got is None else list(got.shape)}", field=name
-            )
-        if dtype is not None and got.dtype != dtype:
-            raise InputError(f"{name} must be {dtype_name(dtype)}, got {dtype_name(got.dtype)}", field=name)
+        expect(name, getattr(weights, name), *shape, dtype=dtype)
 
 
 def _check_pairs(name: str, gate_up: torch.Tensor, layout: str, pairs: int) -> None:

@@ -24,7 +24,7 @@ def case() -> Case:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, "residual"),
+        ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, "norm_weight"),
         ({"delta": torch.zeros(2, 112, dtype=torch.bfloat16)}, "delta"),
         ({"delta": torch.zeros(3, 111)}, "delta"),
         ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, "weight"),
@@ -32,7 +32,7 @@ def case() -> Case:
         ({"bias": torch.zeros(129)}, "bias"),
         ({"bias": torch.zeros(5)}, "bias"),
         ({"key_cache": torch.zeros(3, 2, 16)}, "key_cache"),
-        ({"value_cache": torch.zeros(5, 4, 2, 16)}, "key_cache"),
+        ({"value_cache": torch.zeros(5, 4, 2, 16)}, "value_cache"),
         ({"weight": torch.zeros(64, 112), "bias": torch.zeros(64)}, "weight"),
         ({"weight": torch.zeros(135, 112), "bias": torch.zeros(135)}, "weight"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions"),

@@ -143,7 +143,7 @@ def test_misshapen_weights_and_calls_are_refused_in_words():
         expert_mlp(torch.zeros(3, HIDDEN, 1), prepared, *routing)
     with refused("topk_ids"):
         expert_mlp(torch.zeros(2, HIDDEN), prepared, *routing)
-    with refused("topk_ids"):
+    with refused("topk_weights"):
         expert_mlp(torch.zeros(3, HIDDEN), prepared, routing[0][:, :3], routing[1])
     for top_k in (0, 9):
         with refused("top_k"):
