@@ -44,6 +44,11 @@ class CheckpointError(InputError):
     """A checkpoint that cannot be used: names the tensor or file, the expected and actual value, and the remedy."""
 
 
+def wrong(where: object, said: str, field: str | None = None) -> CheckpointError:
+    """The error of a checkpoint. where: its directory or file. field: by default the file's name."""
+    return CheckpointError(f"{where}: {said}", field=field or (where.name if isinstance(where, Path) else None))
+
+
 def reason(error: OSError) -> str:
     """The system's description of the error, without the path."""
     return error.strerror or type(error).__name__

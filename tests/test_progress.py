@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
@@ -84,7 +85,8 @@ def test_writing_loading_and_making_weights_show_a_bar(tmp_path: Path) -> None:
     count = f"/{len(expected_tensors(config))} ["
 
     def write() -> None:
-        write_checkpoint(tmp_path, config, random_tensors(config, 0, "cpu"), overwrite=True)
+        shutil.rmtree(tmp_path)
+        write_checkpoint(tmp_path, config, random_tensors(config, 0, "cpu"))
 
     def engine(**options: object) -> None:
         Engine(tmp_path, dtype="float32", num_blocks=4, **options)

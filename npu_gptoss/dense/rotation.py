@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.dense.operations import FLOATS, ROTATE_WRITE
-from npu_gptoss.dense.rotary import apply_rotary
+from npu_gptoss.dense.small_ops import apply_rotary
 from npu_gptoss.kernels import ANY, TRITON_ASCEND, Priority, Range, accepts, register_kernel
 
 MOST_HEADS = 96  # of queries, keys and values: gpt-oss has 80

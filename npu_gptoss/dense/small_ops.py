@@ -12,12 +12,25 @@ import torch.nn.functional as F
 
 from npu_gptoss.attention import StepMetadata, write_kv_cache
 from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, TOKEN
-from npu_gptoss.dense.rotary import apply_rotary
 from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe import route
 
 ONE_DTYPE = tuple(accepts(hidden=dtype, weight=dtype) for dtype in FLOATS)
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates each head; dimension i pairs with i + head_dim / 2 ("neox" halves).
+
+    Args:
+        x: `[tokens, heads, head_dim]`.
+        cos, sin: `[tokens, head_dim / 2]`, the tables' rows for the tokens' positions.
+
+    Returns a new tensor like x. With float32 tables it is computed in float32 and rounded once, at the end.
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:

@@ -87,12 +87,12 @@ class Encoder:
             name = "".join(byte_characters()[byte] for byte in name.encode())
         return tuple(map(self._tokenizer.token_to_id, name))
 
-    def encode(self, messages: Sequence[Message], limit: int | None = None, for_completion: bool = True) -> list[int]:
+    def encode(self, messages: Sequence[Message], limit: int | None = None) -> list[int]:
         """Token ids up to and with `<|start|>assistant`. `limit`: tokens of the context, if longer texts are refused.
 
         Other threads run while long texts are encoded, where there is a tokenizer.
         """
-        parts = pieces(messages, self._library, for_completion)
+        parts = pieces(messages, self._library)
         texts = [part for part in parts if isinstance(part, str)]
         if limit is not None:
             check_characters(limit, sum(map(len, texts)))

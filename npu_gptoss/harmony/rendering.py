@@ -37,7 +37,7 @@ LONGEST_SHOWN = 64  # characters of a text in a tool that the library sees as it
 FUNCTIONS_NOTE = "\nCalls to these tools must go to the commentary channel: 'functions'."
 
 
-def pieces(messages: Sequence[Message], library: HarmonyEncoding, for_completion: bool = True) -> list[int | str]:
+def pieces(messages: Sequence[Message], library: HarmonyEncoding) -> list[int | str]:
     """Control tokens as ids, everything else as text that must be encoded without special tokens, each piece alone."""
     kept = without_old_reasoning(messages)
     contents = [part for message in kept for part in message.content if isinstance(part, DeveloperContent)]
@@ -48,7 +48,7 @@ def pieces(messages: Sequence[Message], library: HarmonyEncoding, for_completion
         written += [_content(part, functions, library) for part in message.content]
         is_call = message.author.role is Role.ASSISTANT and message.recipient is not None
         written.append(CALL if is_call else END)
-    return [*written, START, Role.ASSISTANT.value] if for_completion else written
+    return [*written, START, Role.ASSISTANT.value]
 
 
 def _header(message: Message) -> list[int | str]:

@@ -13,10 +13,9 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
-from npu_gptoss.errors import InputError, quoted
+from npu_gptoss.errors import InputError
 from npu_gptoss.files import cache_directory, is_there, read_json, write_atomically
 
 VOCABULARY_FILE = "o200k_base.tiktoken"
@@ -105,7 +104,7 @@ def build_vocabulary(model_dir: Path | str, out_dir: Path | str | None = None) -
     Written into `out_dir`; by default beside the checkpoint, or into the cache directory when that is not writable.
     Raises VocabularyError when the tokenizer is missing, broken, or not gpt-oss's; then nothing is written.
     """
-    content = _encode_ranks(_ranks_from_tokenizer(Path(model_dir) / "tokenizer.json"))
+    content = _ranks_of(Path(model_dir) / "tokenizer.json")
     digest = hashlib.sha256(content).hexdigest()
     if digest != VOCABULARY_SHA256:
         raise VocabularyError(
@@ -136,12 +135,9 @@ def _write_or_raise(path: Path, content: bytes) -> Path:
         ) from error
 
 
-def _encode_ranks(ranks: Iterable[bytes]) -> bytes:
-    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks))
-
-
-def _ranks_from_tokenizer(path: Path) -> list[bytes]:
-    """Token bytes of ids 0..199997 of a tokenizer.json with a byte-level BPE model."""
+def _ranks_of(path: Path) -> bytes:
+    """The text of a .tiktoken file from a tokenizer.json; nothing without a byte-level BPE vocabulary. Its digest tells
+    if it is gpt-oss's."""
     if not is_there(path, VocabularyError):
         raise VocabularyError(
             f"{path}: expected a tokenizer, but there is none. The vocabulary is rebuilt from the checkpoint's own "
@@ -149,36 +145,10 @@ def _ranks_from_tokenizer(path: Path) -> list[bytes]:
             field="tokenizer.json",
         )
     tokenizer = read_json(path, VocabularyError)
-    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocabulary, dict) or model.get("type", "BPE") != "BPE":
-        raise VocabularyError(
-            f"{path} holds no BPE vocabulary (`model.vocab`); expected the tokenizer of gpt-oss.",
-            field="tokenizer.json",
-        )
     to_byte = {character: byte for byte, character in byte_characters().items()}
-    ranks: list[bytes | None] = [None] * NUM_RANKS
-    for token, rank in vocabulary.items():
-        if not isinstance(rank, int) or rank < 0:
-            raise VocabularyError(
-                f"{path}: token {quoted(token)} has id {quoted(rank)}, expected a non-negative integer.",
-                field="tokenizer.json",
-            )
-        if rank >= NUM_RANKS:
-            continue  # special tokens, when they are listed here too
-        try:
-            ranks[rank] = bytes(to_byte[character] for character in token)
-        except KeyError as error:
-            raise VocabularyError(
-                f"{path}: token {quoted(token)} (id {rank}) holds {quoted(error.args[0])}, which stands for no byte: "
-                "this is not a byte-level vocabulary like that of gpt-oss.",
-                field="tokenizer.json",
-            ) from error
-    missing = sum(token is None for token in ranks)
-    if missing:
-        raise VocabularyError(
-            f"{path} lacks {missing} of the ids 0..{NUM_RANKS - 1}; the first is {ranks.index(None)}. Expected the "
-            "tokenizer of gpt-oss (o200k_harmony).",
-            field="tokenizer.json",
-        )
-    return ranks  # type: ignore[return-value]  # no None is left
+    try:
+        ids = tokenizer["model"]["vocab"]
+        tokens = [bytes(map(to_byte.__getitem__, token)) for token in sorted(ids, key=ids.__getitem__)[:NUM_RANKS]]
+    except (KeyError, TypeError):
+        return b""
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))

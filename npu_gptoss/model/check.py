@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.files import MIB, MOST_BYTES, CheckpointError, is_directory, is_there, read_json
+from npu_gptoss.files import MIB, MOST_BYTES, is_directory, is_there, read_json, wrong
 from npu_gptoss.model.checkpoint import check_checkpoint
 from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig, as_stored
 from npu_gptoss.model.config_fields import overridden
@@ -55,22 +55,16 @@ def check_directory(
 def check_files(directory: Path) -> None:
     """Refuses files that would stop a library: irregular files, files that are too large, too many files."""
     if not is_directory(directory):
-        raise CheckpointError(
-            f"{directory}: expected a directory, but there is none. Check the path.", field=str(directory)
-        )
+        raise wrong(directory, "expected a directory, but there is none. Check the path.", str(directory))
     for number, path in enumerate(directory.iterdir()):
         if number == _MOST_FILES:
-            raise CheckpointError(
-                f"{directory}: expected a checkpoint, got more than {_MOST_FILES} files. Check the path.",
-                field=str(directory),
-            )
+            said = f"expected a checkpoint, got more than {_MOST_FILES} files. Check the path."
+            raise wrong(directory, said, str(directory))
         if path.suffix not in _OPENED:
             continue
         most = _MOST_BYTES.get(path.name)
         if is_there(path) and most is not None and path.stat().st_size > most:
-            raise CheckpointError(
-                f"{path}: expected at most {most // MIB} MiB, got more. Download it again.", field=path.name
-            )
+            raise wrong(path, f"expected at most {most // MIB} MiB, got more. Download it again.")
 
 
 def check_tokenizer(directory: Path, config: GptOssConfig) -> None:

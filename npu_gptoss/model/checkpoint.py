@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from npu_gptoss.files import CheckpointError, wrong
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.config import CONFIG_NAME, GptOssConfig
 from npu_gptoss.model.foreign import refuse_foreign
@@ -36,7 +37,6 @@ from npu_gptoss.model.layout import (
 from npu_gptoss.model.safetensors_reader import (
     INDEX_NAME,
     SINGLE_NAME,
-    CheckpointError,
     StoredTensor,
     find_tensors,
     read_tensor,
@@ -111,20 +111,16 @@ def expand_stream(
         matrix, half = match["name"], match["half"]
         halves = waiting.setdefault(matrix, {})
         if half in halves:
-            raise CheckpointError(
-                f"{name} should come once, got it twice. The shards overlap: download them again.", field=name
-            )
+            said = f"{name} should come once, got it twice. The shards overlap: download them again."
+            raise CheckpointError(said, field=name)
         halves[half] = tensor
         del halves, tensor
         if len(waiting[matrix]) == 2:
             yield matrix, _expand_pair(matrix, waiting.pop(matrix), dtype)
     for matrix, halves in waiting.items():
         half, other = ("blocks", "scales") if "blocks" in halves else ("scales", "blocks")
-        raise CheckpointError(
-            f"{matrix}_{half} should come with {matrix}_{other}, got it alone. "
-            "The checkpoint is incomplete: download it again.",
-            field=f"{matrix}_{half}",
-        )
+        said = f"{matrix}_{half} should come with {matrix}_{other}, got it alone."
+        raise CheckpointError(f"{said} The checkpoint is incomplete: download it again.", field=f"{matrix}_{half}")
 
 
 def write_checkpoint(
@@ -133,12 +129,11 @@ def write_checkpoint(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    overwrite: bool = False,
 ) -> None:
     """Writes weights and config.json in the official layout: all of it, or nothing.
 
     Args:
-        directory: made if needed. It may hold other files (a tokenizer), but weights only with `overwrite`.
+        directory: made if needed. It may hold other files (a tokenizer), but no weights.
         config: decides the layout (`quantization`) and all shapes; `torch_dtype` becomes the dtype of the tensors.
         tensors: all of `expected_tensors(config)`, from a mapping or one by one; at most a shard is held in memory.
         max_shard_bytes: above it, shards of at most this size (or of one tensor) and an index are written.
@@ -148,12 +143,9 @@ def write_checkpoint(
     """
     directory = Path(directory)
     expected = expected_tensors(config)
-    old = weight_files(directory)
-    if old and not overwrite:
-        raise CheckpointError(
-            f"{directory}: expected a directory without weights, got {old[0].name}. Choose another, or delete them.",
-            field=str(directory),
-        )
+    if old := weight_files(directory):
+        said = f"expected a directory without weights, got {old[0].name}. Choose another, or delete them."
+        raise wrong(directory, said, str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
         items = tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -161,9 +153,8 @@ def write_checkpoint(
         shards, dtypes = _write_shards(Path(scratch), items, max_shard_bytes)
         dtype = dtype_name(common_float(dtypes, directory))
         if config.dtype not in (None, dtype):
-            raise CheckpointError(
-                f"{directory}: config.dtype is {config.dtype}, got tensors in {dtype}. Make them agree.", field="dtype"
-            )
+            said = f"config.dtype is {config.dtype}, got tensors in {dtype}. Make them agree."
+            raise wrong(directory, said, "dtype")
         files = dict.fromkeys(shards, SINGLE_NAME)
         if len(shards) > 1:
             files = {f: f"model-{i:05}-of-{len(shards):05}.safetensors" for i, f in enumerate(shards, 1)}
@@ -179,9 +170,6 @@ def write_checkpoint(
             file.chmod(settings.stat().st_mode)
         for file, name in files.items():
             file.replace(directory / name)
-        for file in old:
-            if file.name not in files.values():
-                file.unlink()
 
 
 def _read_all(
@@ -213,11 +201,8 @@ def _expand_pair(name: str, halves: dict[str, torch.Tensor], dtype: torch.dtype)
 
 def _check_target(dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
-        raise CheckpointError(
-            f"weights can be loaded as bfloat16 or float32, got {dtype_name(dtype)}. gpt-oss overflows float16: "
-            "use bfloat16, or float32 on a CPU.",
-            field="dtype",
-        )
+        said = f"weights can be loaded as bfloat16 or float32, got {dtype_name(dtype)}. gpt-oss overflows float16: use"
+        raise CheckpointError(f"{said} bfloat16, or float32 on a CPU.", field="dtype")
 
 
 def _write_shards(

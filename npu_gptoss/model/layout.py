@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from npu_gptoss.errors import short
+from npu_gptoss.files import wrong
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.foreign import convert_command
-from npu_gptoss.model.safetensors_reader import CheckpointError, listed
+from npu_gptoss.model.safetensors_reader import listed
 from npu_gptoss.moe.mxfp4 import GROUP
 
 FLOATS = (torch.bfloat16, torch.float32)
@@ -110,9 +111,7 @@ class Account:
         if self.expanded and name not in self.expected and _PLAIN.fullmatch(name):
             self.expected = expected_tensors(replace(self.config, quantization=None))
         if name in self.seen:
-            raise CheckpointError(
-                f"{self.where}: {name} should come once, got it twice: the shards overlap.", field=name
-            )
+            raise wrong(self.where, f"{name} should come once, got it twice: the shards overlap.", name)
         self.seen.add(name)
         if name not in self.expected:
             check_layout([name], self.config, self.where)
@@ -134,50 +133,34 @@ def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> N
     packed = next((name for name in names if PACKED.fullmatch(name)), None)
     plain = next((name for name in names if _PLAIN.fullmatch(name)), None)
     if packed and plain:
-        raise CheckpointError(
-            f"{where}: expected experts in one layout, got {packed} (MXFP4) and {plain} (BF16). "
-            "The files are of two checkpoints: download one of them again.",
-            field=packed,
-        )
+        said = f"expected experts in one layout, got {packed} (MXFP4) and {plain} (BF16)."
+        raise wrong(where, f"{said} The files are of two checkpoints: download one of them again.", packed)
     if config.quantization and plain:
-        raise CheckpointError(
-            f"{where}: config.json says that the experts are MXFP4, got {plain}, the BF16 layout. "
-            "Remove quantization_config from it.",
-            field="quantization_config",
-        )
+        said = f"config.json says that the experts are MXFP4, got {plain}, the BF16 layout."
+        raise wrong(where, f"{said} Remove quantization_config from it.", "quantization_config")
     if packed and not config.quantization:
-        raise CheckpointError(
-            f"{where}: config.json has no quantization_config, so the experts should be in the BF16 layout, "
-            f"got {packed} (MXFP4). Take the config.json that belongs to these files.",
-            field="quantization_config",
-        )
+        said = f"config.json has no quantization_config, so the experts should be in the BF16 layout, got {packed}"
+        remedy = "Take the config.json that belongs to these files."
+        raise wrong(where, f"{said} (MXFP4). {remedy}", "quantization_config")
 
 
 def check_names(found: Collection[str], expected: Collection[str], where: object) -> None:
     """All the names, and no other."""
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
-    faults = []
-    if missing:
-        faults.append(f"{len(missing)} missing ({listed(missing)})")
-    if unexpected:
-        faults.append(f"{len(unexpected)} unexpected ({listed(unexpected)})")
+    kinds = {"missing": missing, "unexpected": unexpected}
+    faults = [f"{len(names)} {kind} ({listed(names)})" for kind, names in kinds.items() if names]
     if faults:
-        raise CheckpointError(
-            f"{where}: expected the {len(expected)} tensors of gpt-oss by config.json, got {' and '.join(faults)}. "
-            "Check that config.json belongs to these weights and that the download is complete.",
-            field=(missing + unexpected)[0],
-        )
+        said = f"expected the {len(expected)} tensors of gpt-oss by config.json, got {' and '.join(faults)}."
+        said += " Check that config.json belongs to these weights and that the download is complete."
+        raise wrong(where, said, (missing + unexpected)[0])
 
 
 def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, spec: TensorSpec, where: object) -> None:
     """Shape and dtype; `dtype` is the file's word for it where torch has none."""
     if shape != spec.shape:
-        raise CheckpointError(
-            f"{where}: {name} should have shape {list(spec.shape)} by config.json, got {list(shape)}. "
-            "Check that config.json belongs to these weights.",
-            field=name,
-        )
+        said = f"{name} should have shape {list(spec.shape)} by config.json, got {list(shape)}."
+        raise wrong(where, f"{said} Check that config.json belongs to these weights.", name)
     if dtype not in spec.dtypes:
         remedy = "Take the official MXFP4 checkpoint or a BF16 one."
         if dtype == torch.float16:
@@ -185,9 +168,7 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, sp
             if isinstance(where, Path):
                 remedy += f" What is left, `{convert_command(where.parent)}` turns into BF16."
         allowed = " or ".join(map(dtype_name, spec.dtypes))
-        raise CheckpointError(
-            f"{where}: {name} should have dtype {allowed}, got {short(dtype_name(dtype))}. {remedy}", field=name
-        )
+        raise wrong(where, f"{name} should have dtype {allowed}, got {short(dtype_name(dtype))}. {remedy}", name)
 
 
 def common_float(dtypes: Mapping[str, torch.dtype | str | None], where: object) -> torch.dtype:
@@ -196,9 +177,6 @@ def common_float(dtypes: Mapping[str, torch.dtype | str | None], where: object) 
     (first, common), *others = floats.items()
     for name, dtype in others:
         if dtype != common:
-            raise CheckpointError(
-                f"{where}: all tensors but MXFP4's should have one dtype, got {first} in {dtype_name(common)} "
-                f"and {name} in {dtype_name(dtype)}. Convert them to one of the two.",
-                field=name,
-            )
+            said = f"all tensors but MXFP4's should have one dtype, got {first} in {dtype_name(common)} and {name} in"
+            raise wrong(where, f"{said} {dtype_name(dtype)}. Convert them to one of the two.", name)
     return common

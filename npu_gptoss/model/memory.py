@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from npu_gptoss.files import CheckpointError
+from npu_gptoss.files import wrong
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import expected_tensors
 
@@ -49,8 +49,5 @@ def check_memory(config: GptOssConfig, dtype: torch.dtype, where: object) -> Non
     needed = sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize
     free = free_memory()
     if free is not None and needed > free:
-        raise CheckpointError(
-            f"{where}: expected {needed / _GIB:.1f} GiB of free memory for the weights on a CPU, got "
-            f"{free / _GIB:.1f} GiB. Take a machine with more memory, or an accelerator.",
-            field="memory",
-        )
+        said = f"expected {needed / _GIB:.1f} GiB of free memory for the weights on a CPU, got {free / _GIB:.1f} GiB."
+        raise wrong(where, f"{said} Take a machine with more memory, or an accelerator.", "memory")

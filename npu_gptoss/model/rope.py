@@ -14,10 +14,7 @@ import math
 
 import torch
 
-from npu_gptoss.dense.rotary import apply_rotary
 from npu_gptoss.model.config import GptOssConfig
-
-__all__ = ["apply_rotary", "cos_sin_cache", "rotation_cache", "score_scale", "yarn_inv_freq"]
 
 
 def yarn_inv_freq(config: GptOssConfig) -> tuple[torch.Tensor, float]:

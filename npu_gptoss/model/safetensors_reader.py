@@ -20,7 +20,16 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import quoted, short
-from npu_gptoss.files import MOST_HEADER_BYTES, CheckpointError, is_directory, is_there, parse_json, read_json, reason
+from npu_gptoss.files import (
+    MOST_HEADER_BYTES,
+    CheckpointError,
+    is_directory,
+    is_there,
+    parse_json,
+    read_json,
+    reason,
+    wrong,
+)
 from npu_gptoss.model.foreign import refuse_foreign
 
 SINGLE_NAME = "model.safetensors"
@@ -70,25 +79,19 @@ class StoredTensor:
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint directory, from the headers of its files. Raises CheckpointError."""
+    here = str(directory)
     if not is_directory(directory):
-        raise CheckpointError(
-            f"{directory}: expected a checkpoint's directory, but there is none. Check the path.", field=str(directory)
-        )
+        raise wrong(directory, "expected a checkpoint's directory, but there is none. Check the path.", here)
     index, single = directory / INDEX_NAME, directory / SINGLE_NAME
     if is_there(index):
         return _read_shards(directory, _read_index(index))
     if not is_there(single):
         refuse_foreign(directory)
-        raise CheckpointError(
-            f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}", field=str(directory)
-        )
+        raise wrong(directory, f"expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}", here)
     stray = sorted(file.name for file in directory.glob("*.safetensors") if file != single)
     if stray:  # vLLM would read them too
-        raise CheckpointError(
-            f"{directory}: expected {SINGLE_NAME} alone, got {listed(stray)} too and no index. "
-            "Delete what does not belong here, or get the index.",
-            field=str(directory),
-        )
+        said = f"expected {SINGLE_NAME} alone, got {listed(stray)} too and no index."
+        raise wrong(directory, f"{said} Delete what does not belong here, or get the index.", here)
     return read_header(single)
 
 
@@ -110,30 +113,23 @@ def weight_files(directory: Path) -> list[Path]:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file in the order of their bytes, checked against the file's size. Raises CheckpointError."""
     if not is_there(file):
-        raise CheckpointError(f"{file}: expected a file with weights, but there is none. {_AGAIN}", field=file.name)
+        raise wrong(file, f"expected a file with weights, but there is none. {_AGAIN}")
     try:
         total = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
             if _LFS_POINTER.startswith(start) and (start + stream.read(100)).startswith(_LFS_POINTER):
-                raise CheckpointError(
-                    f"{file}: expected weights, got a Git LFS pointer to them. Run `git lfs pull`.", field=file.name
-                )
+                raise wrong(file, "expected weights, got a Git LFS pointer to them. Run `git lfs pull`.")
             length = int.from_bytes(start, "little")
             if total >= 8 and length > MOST_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{file}: expected a safetensors file, got something else. {_AGAIN}", field=file.name
-                )
+                raise wrong(file, f"expected a safetensors file, got something else. {_AGAIN}")
             if total < 8 + length:
-                raise CheckpointError(
-                    f"{file}: the file is truncated within its header ({total} bytes). {_AGAIN}", field=file.name
-                )
+                raise wrong(file, f"the file is truncated within its header ({total} bytes). {_AGAIN}")
             stream.seek(8)
             text = stream.read(length)
     except OSError as error:
-        raise CheckpointError(
-            f"{file}: expected a readable file, but {reason(error)}. Check its permissions.", field=file.name
-        ) from None
+        said = f"expected a readable file, but {reason(error)}. Check its permissions."
+        raise wrong(file, said) from None
     try:
         if not text.startswith(b"{"):
             raise ValueError("the header is no JSON object")
@@ -141,30 +137,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         _check_metadata(header.pop("__metadata__", None))
         tensors = [_parse_entry(file, 8 + length, name, entry) for name, entry in header.items()]
     except ValueError as error:
-        raise CheckpointError(
-            f"{file}: expected a safetensors header, but {error}. {_AGAIN}", field=file.name
-        ) from None
+        raise wrong(file, f"expected a safetensors header, but {error}. {_AGAIN}") from None
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.size))
     position = 8 + length
     for tensor in tensors:
-        end = tensor.offset + tensor.size
+        name, end = short(tensor.name), tensor.offset + tensor.size
         if tensor.offset != position:
-            raise CheckpointError(
-                f"{file}: {short(tensor.name)} should start at byte {position}, where the one before it ends, "
-                f"but starts at {tensor.offset}. {_AGAIN}",
-                field=tensor.name,
-            )
+            said = f"{name} should start at byte {position}, where the one before it ends, but starts at"
+            raise wrong(file, f"{said} {tensor.offset}. {_AGAIN}", tensor.name)
         if end > total:
-            raise CheckpointError(
-                f"{file}: the file is truncated: {short(tensor.name)} ends at byte {end}, the file has {total}. "
-                f"{_AGAIN}",
-                field=tensor.name,
-            )
+            said = f"the file is truncated: {name} ends at byte {end}, the file has {total}. {_AGAIN}"
+            raise wrong(file, said, tensor.name)
         position = end
     if position != total:
-        raise CheckpointError(
-            f"{file}: expected {position} bytes by its header, got {total}. {_AGAIN}", field=file.name
-        )
+        raise wrong(file, f"expected {position} bytes by its header, got {total}. {_AGAIN}")
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -180,17 +166,13 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
             while done < stored.size:
                 count = stream.readinto(buffer[done:])
                 if not count:
-                    raise CheckpointError(
-                        f"{stored.file}: {stored.name} should have {stored.size} bytes, got {done}. "
-                        "The file has been truncated since it was opened: read it again when nobody writes to it.",
-                        field=stored.name,
-                    )
+                    said = f"{stored.name} should have {stored.size} bytes, got {done}. The file has been truncated"
+                    said += " since it was opened: read it again when nobody writes to it."
+                    raise wrong(stored.file, said, stored.name)
                 done += count
     except OSError as error:
-        raise CheckpointError(
-            f"{stored.file}: {stored.name} could not be read ({reason(error)}). Check the disk, then try again.",
-            field=stored.name,
-        ) from None
+        said = f"{stored.name} could not be read ({reason(error)}). Check the disk, then try again."
+        raise wrong(stored.file, said, stored.name) from None
     return tensor
 
 
@@ -227,16 +209,12 @@ def _read_index(file: Path) -> dict[str, str]:
     content = read_json(file)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{file}: expected a `weight_map` of tensor names to files, got none. Download it again.", field=file.name
-        )
+        raise wrong(file, "expected a `weight_map` of tensor names to files, got none. Download it again.")
     for name, shard in weight_map.items():
         if not _is_file_name(shard):
-            raise CheckpointError(
-                f"{file}: {short(name)} should lie in a safetensors file of this directory, got {quoted(shard)}. "
-                "Only safetensors beside the index are read: convert the checkpoint, or correct the index.",
-                field=name,
-            )
+            said = f"{short(name)} should lie in a safetensors file of this directory, got {quoted(shard)}. Only"
+            said += " safetensors beside the index are read: convert the checkpoint, or correct the index."
+            raise wrong(file, said, name)
     return weight_map
 
 
@@ -252,44 +230,30 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if not is_there(directory / shard)]
     if absent:
-        raise CheckpointError(
-            f"{index}: expected {len(shards)} shards, but {listed(absent)} {'is' if len(absent) == 1 else 'are'} not "
-            "there. Download what is missing.",
-            field=index.name,
-        )
+        are = "is" if len(absent) == 1 else "are"
+        said = f"expected {len(shards)} shards, but {listed(absent)} {are} not there. Download what is missing."
+        raise wrong(index, said)
     stray = sorted(file.name for file in weight_files(directory) if file.name not in (*shards, INDEX_NAME))
     if stray:
-        raise CheckpointError(
-            f"{index}: expected only the shards that it names, got {listed(stray)} too, left from another checkpoint. "
-            "Delete what does not belong here.",
-            field=index.name,
-        )
+        said = f"expected only the shards that it names, got {listed(stray)} too, left from another checkpoint."
+        raise wrong(index, f"{said} Delete what does not belong here.")
     found: dict[str, StoredTensor] = {}
     for shard in shards:
         for name, tensor in read_header(directory / shard).items():
-            if name in found:
-                raise CheckpointError(
-                    f"{short(name)} should be in one shard, got it in {found[name].file.name} and in {shard}. "
-                    "The shards are not of one checkpoint: download them again.",
-                    field=name,
-                )
+            if name not in weight_map or name in found:
+                other = f"in {found[name].file.name} too" if name in found else "not listed"
+                raise _disagree(index, name, weight_map.get(name, "no shard"), f"in {shard}, {other}")
             found[name] = tensor
     for name, shard in weight_map.items():
         where = found[name].file.name if name in found else "no shard"
         if where != shard:
-            raise CheckpointError(
-                f"{index}: expected {short(name)} in {shard}, got it in {where}. "
-                "Index and shards are not of one checkpoint: download them again.",
-                field=name,
-            )
-    unlisted = [name for name in found if name not in weight_map]
-    if unlisted:
-        raise CheckpointError(
-            f"{index}: expected every tensor of the shards to be listed, got {listed(unlisted)} in "
-            f"{found[unlisted[0]].file.name} unlisted. Index and shards are of two checkpoints: download them again.",
-            field=index.name,
-        )
+            raise _disagree(index, name, shard, f"in {where}")
     return found
+
+
+def _disagree(index: Path, name: str, shard: str, got: str) -> CheckpointError:
+    said = f"expected {short(name)} in {shard}, got it {got}. Index and shards are not of one checkpoint: download them"
+    return wrong(index, f"{said} again.", name)
 
 
 def _what_else(directory: Path) -> str:

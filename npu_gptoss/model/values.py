@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from npu_gptoss.files import CheckpointError
+from npu_gptoss.files import wrong
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,10 @@ def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype, where: obj
         extremes = torch.stack((tensor.amin(), tensor.amax())).to(dtype)
     if all(math.isfinite(value) for value in extremes.tolist()):
         return
-    wrong = ~torch.isfinite(tensor.to(dtype))
-    first = torch.nonzero(wrong.flatten())[0].item()
-    raise CheckpointError(
-        f"{where}: {name} should hold finite numbers, got {int(wrong.sum())} of {tensor.numel()} that are not "
-        f"(the first is {tensor.flatten()[first].item()} at {[int(i) for i in torch.nonzero(wrong)[0]]}). "
-        "The file is damaged, or the training diverged: download it again, or take an earlier checkpoint.",
-        field=name,
-    )
+    places = torch.nonzero(~torch.isfinite(tensor.to(dtype)))
+    said = f"{name} should hold finite numbers, got {len(places)} of {tensor.numel()} that are not (the first is"
+    said += f" {tensor[tuple(places[0])].item()} at {places[0].tolist()}). The file is damaged, or the training"
+    raise wrong(where, f"{said} diverged: download it again, or take an earlier checkpoint.", name)
 
 
 def _exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

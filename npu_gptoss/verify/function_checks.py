@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
+from npu_gptoss.dense.small_ops import apply_rotary
 from npu_gptoss.model.config import YarnScaling, published_config
-from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, yarn_inv_freq
+from npu_gptoss.model.rope import cos_sin_cache, yarn_inv_freq
 from npu_gptoss.moe import mxfp4
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import Inputs

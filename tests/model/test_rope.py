@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from npu_gptoss.dense.small_ops import apply_rotary
 from npu_gptoss.model.config import YarnScaling
-from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, rotation_cache, score_scale, yarn_inv_freq
+from npu_gptoss.model.rope import cos_sin_cache, rotation_cache, score_scale, yarn_inv_freq
 from tests.model.published import gpt_oss_20b, published_config
 
 

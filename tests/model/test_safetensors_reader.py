@@ -171,10 +171,13 @@ DISAGREEING: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
         rf"expected c in {FIRST}, got it in {SECOND}",
     ),
     "in no shard": (lambda p, names: write_index(p, names | {"d": FIRST}), rf"expected d in {FIRST}, got it in no"),
-    "unlisted": (lambda p, names: write_index(p, {"a": SECOND, "b": FIRST}), rf"got c in {SECOND} unlisted"),
+    "unlisted": (
+        lambda p, names: write_index(p, {"a": SECOND, "b": FIRST}),
+        rf"expected c in no shard, got it in {SECOND}, not listed",
+    ),
     "twice": (
         lambda p, names: save_file({"a": TENSORS["a"], "b": TENSORS["b"]}, p / FIRST),
-        rf"a should be in one shard, got it in {FIRST} and in {SECOND}",
+        rf"expected a in {SECOND}, got it in {SECOND}, in {FIRST} too",
     ),
     "left over": (
         lambda p, names: save_file({"z": TENSORS["a"]}, p / "model-00003-of-00009.safetensors"),
