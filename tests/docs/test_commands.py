@@ -1,4 +1,4 @@
-"""Each command of a page is taken by its own program; the commands that need only this repository run."""
+"""Each command of a page is taken by its own program; each command has its own tests elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,20 +22,6 @@ import pytest
 from npu_gptoss import cli
 from tests.markdown import ALL_COMMANDS, PAGES, ROOT, Block, blocks, commands, name_of
 
-# A copy of the tree with the tiny checkpoint runs these, one command of each kind; the others have tests of their own,
-# or need what the page says.
-RUN = re.compile(
-    r"(?:\w+=\S+ )?(?:\.venv/bin/)?(?P<kind>"
-    r"npu-gptoss (?:kernels (?:list|explain)|tiny |vocabulary |verify(?= attention\.paged$|$)"
-    r"|(?:doctor|generate)(?= --model \.checkpoints/gpt-oss-tiny)|bench (?:compare|table)(?= docs/benchmarks/))"
-    r"|python research/tiny_mmlu\.py |python3 -c(?= .*trace\.jsonl))"
-)
-HERE = {
-    found["kind"]: command.text
-    for command in ALL_COMMANDS
-    if (found := RUN.match(command.text)) and command.page != "docs/add-a-kernel.md"
-}
-HERE["npu-gptoss verify"] = "npu-gptoss verify moe.route"  # all kernels take a minute: tests/verify
 VLLM_PARSER = """
 import json, sys
 from vllm.entrypoints.openai.cli_args import make_arg_parser
@@ -140,42 +125,6 @@ def test_vllm_takes_every_vllm_serve_of_a_page() -> None:
             command, input=json.dumps(given), env=environment, cwd=ROOT, capture_output=True, text=True
         )
         assert run.returncode == status, run.stderr[-3000:]
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder like the repository's, in which commands may write: its parts, the environment, a checkpoint."""
-    folder = tmp_path_factory.mktemp("tree")
-    for path in ROOT.iterdir():
-        if not path.name.startswith(".") and path.name not in ("outputs", "site", "build"):
-            (folder / path.name).symlink_to(path)
-    (folder / ".venv").symlink_to(sys.prefix)
-    for name in ("tmp", ".checkpoints"):
-        (folder / name).mkdir()
-    run(folder, "npu-gptoss tiny .checkpoints/gpt-oss-tiny --trained")
-    event = {"event": "op", "phase": "replay", "name": "npu::npu_fused_infer_attention_score_v2"}
-    for place in ("trace.jsonl", "tmp/trace.jsonl"):
-        (folder / place).write_text(json.dumps(event) + "\n")
-    yield folder
-    for name in ("tmp", ".checkpoints"):
-        shutil.rmtree(folder / name)  # several checkpoints of 120 MB
-
-
-def run(folder: Path, text: str) -> None:
-    """Runs a line of a page; /tmp is a folder in `folder`, and so is DIR."""
-    text = re.sub(r"(?<=[\s=])/tmp/", f"{folder}/tmp/", text)
-    text = re.sub(r"(?<=\s)DIR\b", f"tmp/directory-{len(list((folder / 'tmp').iterdir()))}", text)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NPU_GPTOSS_")}
-    environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
-    command = ["bash", "-euo", "pipefail", "-c", text]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(HERE))
-def test_a_command_of_a_page_runs(kind: str, tree: Path) -> None:
-    run(tree, HERE[kind])
 
 
 OWN_TEST = ("CONTRIBUTING.md", "docs/add-a-kernel.md", "docs/serving-on-cpu.md")  # their Python has tests elsewhere

@@ -97,7 +97,8 @@ LEFT_OUT = ("02-attention-sinks", "03-moe-bias-activation")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("without", ["", *(pytest.param(name, marks=pytest.mark.long) for name in LEFT_OUT)])
+@pytest.mark.long
+@pytest.mark.parametrize("without", ["", *LEFT_OUT])
 def test_stock_vllm_serves_gpt_oss_only_with_the_diffs(without: str, tmp_path: Path) -> None:
     """`truncate`: vLLM 0.11.0 reads only true rightly."""
     tree = repaired(tmp_path / "tree", *(diff for diff in OF_0_11 if diff.stem != without))

@@ -16,7 +16,8 @@ from tests.scripts.evalscope_files import write_lines
 from tests.scripts.fake_server import Reply, fake_server
 from tests.scripts.shell import needs_evalscope, report, run
 
-pytestmark = [pytest.mark.evalscope, pytest.mark.slow, needs_evalscope]
+# evalscope's own; tests/scripts/test_evalscope.py asks MMLU in `make test`
+pytestmark = [pytest.mark.evalscope, pytest.mark.slow, pytest.mark.long, needs_evalscope]
 SUMS = [(17 * i + 4, 22 * i + 1000) for i in range(12)]
 LONG = 600  # tokens of the thought about a sum that 4 does not divide
 

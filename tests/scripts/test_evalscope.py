@@ -72,6 +72,7 @@ def score(printed: str) -> tuple[float, int]:
     return float(found[1]), int(found[2])
 
 
+@pytest.mark.long
 def test_gpqa_is_asked_with_shuffled_choices_and_answered(server: Server, folder: Path) -> None:
     """The tiny model's own questions in the layout of GPQA's file, where the right answer has a separate column."""
     names = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
@@ -121,6 +122,7 @@ def test_an_interrupted_run_asks_the_missing_questions_only(server: Server, fold
     assert score(done.stdout) == score(finished)
 
 
+@pytest.mark.long
 def test_other_settings_do_not_mix_into_a_run(server: Server, folder: Path, finished: str) -> None:
     before = server.metric("vllm:request_success_total")
     done = mmlu(server, folder, "right", "--effort", "low")
@@ -155,6 +157,7 @@ def test_perf_measures_every_request_and_the_server_saw_them(server: Server, fol
     assert server.metric("vllm:generation_tokens_total") - before >= 12 * 24
 
 
+@pytest.mark.long
 def test_evalscope_draws_a_thousand_questions_for_the_gate() -> None:
     part = re.search(r"^PART=(\S+)$", (SCRIPTS / "eval.sh").read_text(), re.M)[1]
     code = (

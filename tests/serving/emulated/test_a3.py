@@ -23,10 +23,7 @@ STACKS = {"8.3": "8.3.rc1", "9.1": "9.1"}
 LAYOUTS: dict[str, dict[str, Any]] = {"one die": {}, **{how: PARALLEL[how] for how in PARALLEL if "PP" not in how}}
 MODES: dict[str, dict[str, Any]] = {"eager": EAGER, "piecewise": PIECEWISE, "full decode graphs": FULL}
 # the rest once, in `make test-all`
-QUICK = {
-    ("8.3", "eager", "TP=2, experts in parallel"),
-    ("9.1", "eager", "TP=2, experts in parallel"),
-}
+QUICK = ("9.1", "eager", "TP=2, experts in parallel")
 EXPERTS = PARALLEL["TP=2, experts in parallel"]
 
 
@@ -57,7 +54,7 @@ def serve(stack: tuple[str, subprocess.Popen[str]], wide: Path, tmp_path: Path) 
 
 
 QUICK_OR_LONG = [
-    pytest.param(name, mode, how, marks=[pytest.mark.long] * ((name, mode, how) not in QUICK))
+    pytest.param(name, mode, how, marks=[pytest.mark.long] * ((name, mode, how) != QUICK))
     for name in STACKS
     for mode in MODES
     for how in LAYOUTS

@@ -28,10 +28,11 @@ def test_heads_that_are_merged_wrongly_are_kept_apart(options, serve, expected):
     ("defect", "options", "what"),
     [
         ("hidden-first-tile", {}, "attention computes"),
-        ("window-race", {}, "attention computes"),
         ("stale-counts", EXPERTS_IN_PARALLEL, "experts compute"),
-        ("narrow-norm", {}, "projections or norms compute"),
-        ("few-rows", {}, "projections or norms compute"),
+        # whose calls tests/verify/self_test makes without a server
+        pytest.param("window-race", {}, "attention computes", marks=pytest.mark.long),
+        pytest.param("narrow-norm", {}, "projections or norms compute", marks=pytest.mark.long),
+        pytest.param("few-rows", {}, "projections or norms compute", marks=pytest.mark.long),
     ],
 )
 def test_a_card_that_computes_wrongly_is_refused_before_the_first_request(defect, options, what, serve):
@@ -47,7 +48,11 @@ def test_a_defect_of_expert_parallelism_stops_no_single_rank(serve, expected):
 
 @pytest.mark.parametrize(
     ("defect", "lengths"),
-    [("merged-heads", ABOVE_A_TILE), *((name, THREE_IN_A_BUCKET_OF_FOUR) for name in ("narrow-norm", "few-rows"))],
+    [
+        ("merged-heads", ABOVE_A_TILE),
+        pytest.param("narrow-norm", THREE_IN_A_BUCKET_OF_FOUR, marks=pytest.mark.long),
+        pytest.param("few-rows", THREE_IN_A_BUCKET_OF_FOUR, marks=pytest.mark.long),
+    ],
 )
 def test_these_defects_give_wrong_text_without_the_check(defect, lengths, serve, expected):
     """Counts of the call before end the emulated engine instead: unwritten memory is NaN here, and reaches a router."""
@@ -65,7 +70,9 @@ def test_a_driver_that_refuses_updates_is_served_piecewise(serve, expected):
     assert right(rounds, results, expected) == [True]
 
 
-@pytest.mark.parametrize("spoil", ["updates_refused", "update_of_the_second_layer_refused"])
+@pytest.mark.parametrize(
+    "spoil", [pytest.param("updates_refused", marks=pytest.mark.long), "update_of_the_second_layer_refused"]
+)
 def test_an_update_that_fails_in_service_is_no_deadlock(spoil, serve, expected):
     rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR), turn(THREE_IN_A_BUCKET_OF_FOUR, spoil=spoil)]
     results, printed = serve(rounds, options=FULL)

@@ -85,7 +85,7 @@ def test_every_mode_equals_transformers_in_float32(mode, serve, expected):
     assert all(together[int(number)]["tokens"] != alone["tokens"] for number in WIDE), "nothing was drawn"
 
 
-@pytest.mark.parametrize("mode", ["eager", "piecewise", "full decode graphs"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.long), "piecewise", "full decode graphs"])
 def test_bfloat16_stays_within_the_rounding_of_transformers_in_bfloat16(mode, serve, checkpoint, expected):
     rounds = [turn(LENGTHS, tokens=3)]
     how, _ = MODES[mode]

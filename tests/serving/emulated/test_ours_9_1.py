@@ -107,7 +107,7 @@ WITHOUT_GROUPS = {"disable_hybrid_kv_cache_manager": True}
 @pytest.mark.parametrize(
     ("options", "groups"),
     [
-        (EAGER, True),
+        pytest.param(EAGER, True, marks=pytest.mark.long),
         pytest.param({}, True, marks=pytest.mark.long),
         (FULL, True),
         pytest.param(EAGER | WITHOUT_GROUPS, False, marks=pytest.mark.long),

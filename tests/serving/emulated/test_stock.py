@@ -19,7 +19,7 @@ from tests.checkpoints import write_random_checkpoint
 from tests.serving.emulated.conftest import asking, importing
 from tests.serving.emulated.rounds import EAGER, VOCABULARY, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.long]
 
 STOCK = "ascend,ascend_enhanced_model,ascend_kv_connector"  # all of vllm-ascend's plugins, none of ours
 BF16 = {"dtype": "bfloat16"}
@@ -48,7 +48,6 @@ def masks_of_a_long_prompt(checkpoint: Path, folder: Path, **variables: str) -> 
     return sum(e["event"] == "copy" and e["kind"] == "h2d" and e["bytes"] == 2 * LONG**2 for e in events), printed
 
 
-@pytest.mark.long
 def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(
     serve_stock: Serve, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -63,7 +62,6 @@ def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(
     assert masks == 0  # the control of the next test
 
 
-@pytest.mark.long
 def test_a_prompts_mask_is_copied_to_the_device_unless_we_leave_it_out(checkpoint: Path, tmp_path: Path) -> None:
     """Prompt length squared in bfloat16, once a prefill; the fused operator has no use for it (docs/tuning.md)."""
     assert masks_of_a_long_prompt(checkpoint, tmp_path, NPU_GPTOSS_SKIP_PATCHES="ascend-host-mask")[0] == 1

@@ -33,14 +33,19 @@ NOT_CAPTURED = {
     "DP=2": DIVERGING,
     "DP=2, experts in parallel": DIVERGING,
 }
-SHORT = {"eager": "TP=2", "piecewise": "TP=2, experts in parallel"}  # one of each mode; the third mode runs completely
+# of each mode in `make test`: each layout once
+SHORT = {
+    "eager": ("TP=2",),
+    "piecewise": ("TP=2, experts in parallel",),
+    "full decode graphs": ("TP=2, experts in parallel", "PP=2", "DP=2, experts in parallel"),
+}
 
 
 @pytest.mark.parametrize(
     ("mode", "how"),
     # layouts without whole graphs are captured piecewise: once is enough
     [
-        pytest.param(mode, how, marks=[pytest.mark.long] * (mode in SHORT and how != SHORT[mode]))
+        pytest.param(mode, how, marks=[pytest.mark.long] * (how not in SHORT[mode]))
         for mode in MODES
         for how in PARALLEL
         if mode != "piecewise" or how not in NOT_CAPTURED
