@@ -53,22 +53,16 @@ def provide_vocabulary(model_dir: Path | None) -> None:
     if can_load():
         return
     directory = vocabulary.find_vocabulary(model_dir)
-    reason = ""
-    if directory is None and model_dir is not None:
-        try:
-            directory = vocabulary.build_vocabulary(model_dir, cache_directory()).parent
-            logger.info("The harmony vocabulary was built from %s into %s.", model_dir / "tokenizer.json", directory)
-        except VocabularyError as error:
-            reason = f" Building it failed: {error}"
-    if directory is None:
-        places = [f"${BASE_VARIABLE} ({os.environ.get(BASE_VARIABLE) or 'unset'})", str(cache_directory())]
-        if model_dir is not None:
-            places.insert(1, str(model_dir))
+    if directory is None and model_dir is None:
         raise VocabularyError(
-            f"openai-harmony needs {VOCABULARY_FILE}, and it lies in none of: {', '.join(places)}.{reason} "
-            "Run `npu-gptoss vocabulary MODEL_DIR` on a checkpoint with its tokenizer.json, and set "
-            f"{BASE_VARIABLE} to the directory that it prints. It is not downloaded."
+            f"openai-harmony needs {VOCABULARY_FILE}, and it lies neither in ${BASE_VARIABLE} "
+            f"({os.environ.get(BASE_VARIABLE) or 'unset'}) nor in {cache_directory()}. Run `npu-gptoss vocabulary "
+            f"MODEL_DIR` on a checkpoint with its tokenizer.json, and set {BASE_VARIABLE} to the directory that it "
+            "prints. It is not downloaded."
         )
+    if directory is None:
+        directory = vocabulary.build_vocabulary(model_dir, cache_directory()).parent
+        logger.info("The harmony vocabulary was built from %s into %s.", model_dir / "tokenizer.json", directory)
     os.environ[BASE_VARIABLE] = str(directory)
 
 

@@ -64,14 +64,14 @@ def test_a_missing_vocabulary_is_no_sentence_with_the_remedy(tmp_path):
         library.provide_vocabulary(None)
     said = str(error.value)
     assert said.startswith(f"openai-harmony needs {VOCABULARY_FILE}")
-    assert f"${BASE_VARIABLE} (unset), {tmp_path / 'cache' / 'npu_gptoss'}" in said
+    assert f"${BASE_VARIABLE} (unset) nor in {tmp_path / 'cache' / 'npu_gptoss'}" in said
     assert "Run `npu-gptoss vocabulary MODEL_DIR`" in said
     assert "\n" not in said
 
 
 def test_a_checkpoint_with_another_tokenizer_does_not_say_so(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}}}))
-    with pytest.raises(VocabularyError, match=r"Building it failed: .*lacks 199997 of the ids"):
+    with pytest.raises(VocabularyError, match="is not the tokenizer of gpt-oss"):
         library.provide_vocabulary(tmp_path)
     assert BASE_VARIABLE not in os.environ
 
