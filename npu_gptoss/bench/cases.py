@@ -213,13 +213,13 @@ def experts_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
         yield Case(EXPERTS, f"{form} of {experts} tokens={tokens}", described, work, build)
 
 
-def routed_ids(sets: int, tokens: int, experts: int, top_k: int, seed: int = 0) -> torch.Tensor:
+def routed_ids(sets: int, tokens: int, experts: int, top_k: int) -> torch.Tensor:
     """ids [sets, tokens, k] of uniform independent routing.
 
     Single tokens of consecutive sets take disjoint experts as long as there are any, so that a rotation reads other
     weights in every call.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     if tokens == 1 and sets * top_k <= experts:
         return torch.randperm(experts, generator=generator)[: sets * top_k].view(sets, 1, top_k)
     return torch.rand(sets, tokens, experts, generator=generator).topk(top_k, dim=-1).indices

@@ -64,7 +64,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Row]:
     if new["what"] != what:
         raise InputError(f"records of {what} and of {new['what']} measure different things and are not compared")
     before, after = _by_key(old), _by_key(new)
-    rows = [row for key in before if key in after for row in _rows(what, key, before[key], after[key])]
+    rows = [_row(what, key, before[key], after[key]) for key in before if key in after]
     if not rows:
         keys = ", ".join(KINDS[what].keys)
         raise InputError(f"the files have no record of {what} in common: measure the same {keys} in both")
@@ -75,13 +75,11 @@ def _by_key(content: Mapping[str, Any]) -> dict[tuple[Any, ...], Record]:
     return {key_of(content["what"], row): row for row in content["records"]}
 
 
-def _rows(what: str, key: tuple[Any, ...], old: Record, new: Record) -> Iterator[Row]:
-    widths = half_width(what, old), half_width(what, new)
+def _row(what: str, key: tuple[Any, ...], old: Record, new: Record) -> Row:
+    widths, time = (half_width(what, old), half_width(what, new)), KINDS[what].time
     assumed = None in widths
     band = DEFAULT if assumed else max(SMALLEST, math.hypot(*widths))
-    for time in KINDS[what].times:
-        if old.get(time) and new.get(time):
-            yield Row(key, time, old[time], new[time], band, assumed)
+    return Row(key, time, old[time], new[time], band, assumed)
 
 
 def half_width(what: str, row: Record) -> float | None:
@@ -89,7 +87,7 @@ def half_width(what: str, row: Record) -> float | None:
     kind = KINDS[what]
     low, high, width = row.get(kind.low), row.get(kind.high), row.get("spread")
     if low is not None and high is not None:
-        width = (high - low) / row[kind.times[0]]
+        width = (high - low) / row[kind.time]
     return width / 2 if width is not None and row.get(kind.count, 2) > 1 else None
 
 

@@ -186,27 +186,27 @@ class ProfiledSteps(SteadySteps):
         self.recorded.stop()
 
 
-def run_decode(engine: Engine, batch: int, context: int, steps: int, seed: int = 0) -> DecodeRun:
+def run_decode(engine: Engine, batch: int, context: int, steps: int) -> DecodeRun:
     """Measures one point. Raises InputError where the cache or the context is too small for it."""
     watch = SteadySteps(engine, steps)
-    _decode(engine, batch, context, steps, seed, watch)
+    _decode(engine, batch, context, steps, watch)
     return watch.run()
 
 
-def profile_decode(engine: Engine, batch: int, context: int, steps: int = 8, seed: int = 0) -> list[dict[str, Any]]:
+def profile_decode(engine: Engine, batch: int, context: int, steps: int = 8) -> list[dict[str, Any]]:
     """The device's kernels of one step, as the mean of `steps`, longest first."""
     watch = ProfiledSteps(engine, steps)
-    _decode(engine, batch, context, steps, seed, watch)
+    _decode(engine, batch, context, steps, watch)
     return kernels_of(watch.recorded, engine.device, steps)
 
 
-def _decode(engine: Engine, batch: int, context: int, steps: int, seed: int, watch: SteadySteps) -> None:
+def _decode(engine: Engine, batch: int, context: int, steps: int, watch: SteadySteps) -> None:
     # requests whose prompts are done early generate while others' are still computed
     ahead = math.ceil(batch * context / engine.scheduler.max_batch_tokens) + batch
     tokens = WARM_UP_STEPS + steps + 3 + ahead
     check_fits(engine, batch, context + tokens)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    prompts = random_prompts(batch, context, engine.config.vocab_size, seed)
+    prompts = random_prompts(batch, context, engine.config.vocab_size, 0)
     try:
         engine.generate(prompts, params, on_step=watch)
     except _Enough:
@@ -261,5 +261,5 @@ KIND = session.Kind(
     points=lambda args: {f"batch {b}, context {c}": (b, c) for c in args.context for b in args.batch},
     measure=measure,
     profile=profile_decode,
-    options=("--batch", "--context", "--steps", "--profile", "--share-experts", "--json"),
+    options=("--batch", "--context", "--steps", "--profile", "--json"),
 )

@@ -30,20 +30,20 @@ DEFINITIONS = {
 FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
-def run_prefill(engine: Engine, tokens: int, repeats: int, seed: int = 0) -> list[float]:
+def run_prefill(engine: Engine, tokens: int, repeats: int) -> list[float]:
     """Seconds to the first token of `repeats` prompts. Raises DoesNotFit where the cache is too small."""
     check_fits(engine, 1, tokens + 1)
     times = []
-    for prompt in random_prompts(repeats + 1, tokens, engine.config.vocab_size, seed):
+    for prompt in random_prompts(repeats + 1, tokens, engine.config.vocab_size, 0):
         start = time.perf_counter()
         engine.generate([prompt], FIRST_TOKEN)
         times.append(time.perf_counter() - start)
     return times[1:]
 
 
-def profile_prefill(engine: Engine, tokens: int, seed: int = 0) -> list[dict[str, Any]]:
+def profile_prefill(engine: Engine, tokens: int) -> list[dict[str, Any]]:
     """The device's kernels of one prompt, from an empty cache to its first token, longest first."""
-    prompt = random_prompts(1, tokens, engine.config.vocab_size, seed)
+    prompt = random_prompts(1, tokens, engine.config.vocab_size, 0)
     return device_kernels(lambda: engine.generate(prompt, FIRST_TOKEN), engine.device)
 
 
@@ -81,5 +81,5 @@ KIND = session.Kind(
     points=lambda args: {f"{tokens} tokens": (tokens,) for tokens in args.tokens},
     measure=measure,
     profile=profile_prefill,
-    options=("--tokens", "--repeats", "--profile", "--share-experts", "--json"),
+    options=("--tokens", "--repeats", "--profile", "--json"),
 )

@@ -30,13 +30,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Kind:
-    """keys: the fields that tell rows apart. times: the measured fields, of which each row needs the first.
+    """keys: the fields that tell rows apart. time: the measured field.
 
-    low, high, count: the fields of the range of the first time, and of how many samples made it. spread: in words.
+    low, high, count: the fields of its range, and of how many samples made it. spread: in words.
     """
 
     keys: tuple[str, ...]
-    times: tuple[str, ...]
+    time: str
     low: str = ""
     high: str = ""
     count: str = ""
@@ -46,19 +46,19 @@ class Kind:
 KINDS = {
     "decode": Kind(
         ("model", "weights", "layout", "batch", "context"),
-        ("tpot_ms",),
+        "tpot_ms",
         *("tpot_p10_ms", "tpot_p90_ms", "steps"),
         "half the distance from a tenth to nine tenths of the steps",
     ),
     "prefill": Kind(
         ("model", "weights", "layout", "prompt_tokens"),
-        ("prefill_s",),
+        "prefill_s",
         *("prefill_min_s", "prefill_max_s", "repeats"),
         "half the distance from the fastest to the slowest repeat",
     ),
     "kernel": Kind(
         ("operation", "kernel", "case"),
-        ("us",),
+        "us",
         count="samples",  # the row has its `spread` itself: (slowest - fastest) / median
         spread="half the distance from the fastest to the slowest sample",
     ),
@@ -122,10 +122,10 @@ def _mistake(kind: Kind, row: Any) -> str:
     """The first of a row's keys or its time that is missing or no text, whole number or time; "" for a right row."""
     if not isinstance(row, dict):
         return f"expected an object, got {row!r:.60}"
-    for name in (*kind.keys, kind.times[0]):
+    for name in (*kind.keys, kind.time):
         value = row.get(name, ABSENT.get(name))
         wanted, right = "a text", isinstance(value, str) and value
-        if name in kind.times:
+        if name == kind.time:
             wanted = "a finite number above 0"
             right = type(value) in (int, float) and math.isfinite(value) and value > 0
         elif name in WHOLE:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +19,14 @@ from npu_gptoss.bench import provenance, records, roofline
 from npu_gptoss.bench.measure import measure_ceilings, profile_table
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, model_name, random_tensors
 from npu_gptoss.bench.roofline import NOMINAL, Ceilings, Work, beside_floor, dollars_per_million
-from npu_gptoss.engine import Engine
-from npu_gptoss.engine.decode import AUTO, MODES
+from npu_gptoss.engine import Engine, options
 from npu_gptoss.engine.device import limit_threads, resolve_device
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0, only_rank_0_speaks
+from npu_gptoss.engine.options import NUMBER
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.dumping import tensors
 from npu_gptoss.model import assembly
 from npu_gptoss.model.config import CONFIG_NAME
-from npu_gptoss.model.sharding import EXPERT, TENSOR
 from npu_gptoss.progress import counted, say
 
 Record = dict[str, Any]
@@ -40,60 +38,29 @@ class DoesNotFit(InputError):
     """A point that the engine's cache or batch is too small for; others may fit."""
 
 
-def significant(value: Any, digits: int = 5) -> Any:
+def significant(value: Any) -> Any:
     """Rounds a float to digits that mean something, and leaves everything else."""
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1; for argparse, which prints the sentence."""
-    if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
-
-
-COUNT = {"type": count, "metavar": "N"}
-COUNTS = {"nargs": "+", **COUNT}
-
-
+NUMBERS = {"nargs": "+", **NUMBER}
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "--device": {"default": "auto", "metavar": "auto|cpu|cuda|npu", "help": "where to measure"},
-    "--dtype": {"default": "auto", "metavar": "auto|float32|bfloat16", "help": "of weights and activations"},
-    "--max-batch-tokens": {"default": 16384, "help": "most tokens of a step", **COUNT},
-    "--block-size": {"default": 16, "help": "tokens in one block of the cache", **COUNT},
-    "--num-blocks": {"help": "blocks of the cache (default: as many as fit)", **COUNT},
-    "--weights": {"choices": assembly.WEIGHTS, "default": assembly.AUTO, "help": "the experts' format on the device"},
-    "--graphs": {"choices": (AUTO, *MODES), "default": AUTO, "help": "decode steps as graphs"},
-    "--batch": {"default": [1, 8, 32, 128], "help": "requests of a decode step", **COUNTS},
-    "--context": {"default": [1024], "help": "tokens of each prompt before decode", **COUNTS},
-    "--steps": {"default": 128, "help": "steady decode steps measured", **COUNT},
-    "--tokens": {"default": [8192], "help": "of a prefill", **COUNTS},
-    "--repeats": {"default": 3, "help": "prompts measured", **COUNT},
-    "--samples": {"default": 20, "help": "of each timing", **COUNT},
+    **options.OPTIONS,
+    "--batch": {"default": [1, 8, 32, 128], "help": "requests of a decode step", **NUMBERS},
+    "--context": {"default": [1024], "help": "tokens of each prompt before decode", **NUMBERS},
+    "--steps": {"default": 128, "help": "steady decode steps measured", **NUMBER},
+    "--tokens": {"default": [8192], "help": "of a prefill", **NUMBERS},
+    "--repeats": {"default": 3, "help": "prompts measured", **NUMBER},
+    "--samples": {"default": 20, "help": "of each timing", **NUMBER},
     "--profile": {"action": "store_true", "help": "show the device's kernels inside each point"},
-    "--share-experts": {
-        "choices": (TENSOR, EXPERT),
-        "default": TENSOR,
-        "help": "under torchrun: cut each expert, or deal them out whole",
-    },
     "--gpu-price": {"type": float, "default": PRICE, "metavar": "USD", "help": "of one hour"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write the records there"},
 }
-_OF_AN_ENGINE = (
-    *("--device", "--dtype", "--max-batch-tokens", "--block-size", "--num-blocks"),
-    *("--weights", "--graphs", "--gpu-price"),
-)
+_OF_AN_ENGINE = (*options.OPTIONS, "--gpu-price")
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Options by name. defaults: where this action has another one, by the name in the namespace."""
-    for name in names:
-        how = dict(_OPTIONS[name])
-        if (key := name.lstrip("-")) in defaults:
-            how["default"] = defaults[key]
-        if how.get("default") is not None:
-            how["help"] = f"{how.get('help', '')} (default: %(default)s)".lstrip()
-        parser.add_argument(name, **how)
+    options.add_options(parser, *names, options=_OPTIONS, **defaults)
 
 
 @dataclass(frozen=True)
@@ -177,7 +144,7 @@ def running_engine(args: argparse.Namespace) -> Iterator[Running]:
     """
     check_output(args)
     batches = getattr(args, "batch", [1])
-    options = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights")
+    given = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights")
     with (
         device_and_ranks(args.device, args.share_experts) as (name, ranks),
         only_rank_0_speaks(),
@@ -199,7 +166,7 @@ def running_engine(args: argparse.Namespace) -> Iterator[Running]:
             ranks=ranks,
             tensors=tensors,
             progress=is_rank_0(),
-            **{option: getattr(args, option) for option in options},
+            **{option: getattr(args, option) for option in given},
         )
         limit_threads(engine.config, device)
         yield Running(args, engine, device, expert_format(engine), ceilings)

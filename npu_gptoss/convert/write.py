@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from npu_gptoss.convert.lora import CONFIG as ADAPTER_CONFIG
 from npu_gptoss.convert.lora import Adapter, merged
 from npu_gptoss.convert.source import KEPT_SCALES, Source
+from npu_gptoss.engine.device import one_thread
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.files import write_atomically
 from npu_gptoss.model.config import CONFIG_NAME, MXFP4
@@ -115,7 +116,7 @@ def convert(job: Job, *, progress: bool = True) -> int:
     """Writes job.out. Returns how many shards an interrupted run had left. Raises InputError."""
     if job.out.is_file() or (job.out.is_dir() and any(job.out.iterdir())):
         raise InputError(f"{job.out}: expected a folder that is new or empty. Name another, or delete it.", field="OUT")
-    with _words(job), _locked(job), _one_thread():
+    with _words(job), _locked(job), one_thread():  # experts are shared out to the cores
         done = _resumed(job)
         shards, before = job.shards, len(done)
         _check_disk(job, [name for file, names in shards.items() if file not in done for name in names])
@@ -171,17 +172,6 @@ def _made(job: Job, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str
         if change.error:
             changes.setdefault(split_layer(name)[1], Change()).join(change)
     return tensors, kept, changes
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Experts are shared out to the cores; torch's own threads would wait for each other in every short step."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _by_expert(one: Callable[[int], Any], count: int) -> list[Any]:

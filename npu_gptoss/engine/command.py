@@ -14,28 +14,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from npu_gptoss.engine.chat import Chats, Reading
-from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.device import limit_threads
 from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0
+from npu_gptoss.engine.options import OPTIONS, add_options
 from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
 from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
 from npu_gptoss.harmony.conversation import REASONING_EFFORTS
 from npu_gptoss.harmony.parser import Kind
-from npu_gptoss.model.assembly import WEIGHTS
-from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 SECONDS_BETWEEN_REPORTS = 2.0
-ENGINE_OPTIONS = (
-    "dtype",
-    "max_batch_tokens",
-    "block_size",
-    "num_blocks",
-    "graphs",
-    "weights",
-)  # of the same name there
+ENGINE_OPTIONS = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights")  # named so there, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,29 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="of every prompt; the same seed gives the same tokens")
     parser.add_argument("--logprobs", type=int, metavar="K", help="report each token's log-probability and the K best")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop tokens")
-    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
-    parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16")
-    parser.add_argument(
-        "--max-batch-tokens",
-        type=int,
-        metavar="N",
-        help="tokens computed in one step (default: 2048 on a CPU, else 16384)",
-    )
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
-    parser.add_argument(
-        "--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (auto: full on CUDA, else none)"
-    )
+    add_options(parser, *OPTIONS)
     parser.add_argument("--capture-sizes", metavar="1,2,4,8", help="batch sizes of the graphs (default: as needed)")
-    parser.add_argument(
-        "--share-experts",
-        choices=(TENSOR, EXPERT),
-        default=TENSOR,
-        help="under torchrun: cut each expert, or deal them out whole (default: tensor)",
-    )
-    parser.add_argument(
-        "--weights", choices=WEIGHTS, default=AUTO, help="the experts on the device (auto: MXFP4 where kernels take it)"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON list, an object a prompt")
 
 

@@ -80,6 +80,18 @@ def limit_threads(config: GptOssConfig, device: torch.device) -> None:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Of torch's inside, for work on small tensors: on a busy machine several threads wait for each other, spinning, in
+    each operation, and a minute's work of one took two ten minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def kernels_for(device: torch.device) -> Iterator[None]:
     """Selects kernels for the device in use: on a GPU server, `--device cpu` must not get the GPU's kernels."""
     if device.type == "cuda" and torch.cuda.is_available():

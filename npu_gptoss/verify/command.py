@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.engine.device import AUTO, kernels_for, resolve_device
+from npu_gptoss.engine.device import AUTO, kernels_for, one_thread, resolve_device
 from npu_gptoss.errors import InputError
 from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
 from npu_gptoss.verify import compiled, replay, runner
 from npu_gptoss.verify.compare import KNOWN, PASSED, Result
-from npu_gptoss.verify.runner import Report, one_thread, targets
+from npu_gptoss.verify.runner import Report, targets
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
 

@@ -185,11 +185,10 @@ def rows_checked(
     call: str,
     run: Callable[[], Outputs],
     want: Outputs,
-    limit: Tolerance = ROWS,
     *,
     repeats: int = 1,
     suspect: str = "",
 ) -> tuple[Result, Outputs]:
-    """`checked` with one tolerance for all outputs, as the self-tests have it."""
-    limits = dict.fromkeys(want, limit)
+    """`checked` with the tolerance of rows for all outputs, as the self-tests have it."""
+    limits = dict.fromkeys(want, ROWS)
     return checked(call, run, lambda got: compare(got, want, limits), repeats=repeats, suspect=suspect)

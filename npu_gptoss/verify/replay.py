@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, short
 from npu_gptoss.kernels import current_platform
 from npu_gptoss.kernels.dumping import CLASS, FIELDS, FORMAT, changed, tensors
 from npu_gptoss.kernels.profiling import observing
@@ -51,17 +51,13 @@ def read(path: Path) -> Dumped:
         content = torch.load(path, map_location="cpu", weights_only=True)
         name, release, kept = (content[key] for key in ("kernel", "npu_gptoss", "arguments"))
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError) as error:
-        raise InputError(f"--replay {path}: this is no dumped kernel call: {one_line(error)}") from None
+        raise InputError(f"--replay {path}: this is no dumped kernel call: {short(str(error))}") from None
     if content.get("format") != FORMAT:
         raise InputError(f"--replay {path}: expected the format {FORMAT!r}, got {content.get('format')!r}")
     operation = next((each for each in CHECKS if name.startswith(f"{each}.")), "")
     if not operation:
         raise InputError(f"--replay {path}: there is no check of the kernel {name}")
     return Dumped(operation, name, release, PUBLIC.get(operation, dict)(_decoded(kept)))
-
-
-def one_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _decoded(value: Any) -> Any:

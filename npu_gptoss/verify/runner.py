@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.engine.device import kernels_for
+from npu_gptoss.engine.device import kernels_for, one_thread
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import ANY, KernelSpec, Priority, current_platform, load_kernels, signature
 from npu_gptoss.kernels.dumping import changed
@@ -227,18 +226,6 @@ def _mutations(
 
 
 # --- in several processes: the definition works on one core, and a GPU's kernels wait for it
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Of torch's inside: the definition's tensors are small, and on a busy machine several threads wait for each other,
-    spinning, in each operation: a minute's work of one took two ten minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def reports(found: Sequence[Target], device: torch.device, jobs: int, **options: Any) -> Iterator[Report]:

@@ -26,6 +26,7 @@ from tests import ascend_ops
 from tests.doctor.machines import only
 
 CPU = torch.device("cpu")
+PAGED, EXPERTS = "attention.paged", "moe.experts"
 ON_CPU = [check for check in CASES if check.removeprefix(PREFIX) not in ALONE]
 
 
@@ -40,11 +41,11 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     registry.generation += 1
 
 
-def select(family: str, mode: str, function: Callable[..., Any]) -> None:
+def select(operation: str, function: Callable[..., Any]) -> None:
     """Registers a kernel that is selected before all of ours."""
-    model = registry.kernels[f"{family}.{mode}.reference"]
+    model = registry.kernels[f"{operation}.reference"]
     register_kernel(
-        registry.operations[f"{family}.{mode}"],
+        registry.operations[operation],
         solution="mutant",
         signatures=model.signatures,
         traits=dict.fromkeys(model.traits, ANY),
@@ -74,56 +75,30 @@ def test_the_kernels_of_a_gpu_pass():
             only(self_test(check, torch.device("cuda")), "not applicable" if check == "self-test-nz" else "ok")
 
 
-def shifted(by: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda call: {"sliding_window": call["sliding_window"] and call["sliding_window"] + by}
+def attention(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., None]:
+    return lambda **call: right_attention(**{**call, **change(call)})
 
 
-@pytest.mark.parametrize(
-    ("check", "change", "named"),
-    [
-        ("sink", lambda call: {"sinks": torch.full_like(call["sinks"], float("-inf"))}, "sink dropped"),
-        ("window", shifted(1), "window 129 for 128"),
-        ("window", lambda call: {"sliding_window": call["sliding_window"] or 128}, "window on a layer that sees all"),
-    ],
-)
-def test_a_mistake_in_attention_fails_and_is_named(check, change, named):
-    """`test_each_classic_mutation_is_far_from_rounding` has the others."""
-
-    def mutant(**call: Any) -> None:
-        """A mistake."""
-        right_attention(**{**call, **change(call)})
-
-    select("attention", "paged", mutant)
-    only(self_test(f"self-test-{check}", CPU), "failed", named, "KERNEL_ATTENTION_PAGED=small_ops")
+def shifted(call: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": call["sliding_window"] and call["sliding_window"] + 1}
 
 
-def test_a_window_that_is_wrong_in_long_chunks_only_fails(monkeypatch):
+def long_only(**call: Any) -> None:
     """As masks cut at the window were upstream: right in decode steps, wrong when a chunk is long."""
-
-    def long_only(**call: Any) -> None:
-        """A mistake in the long request, none in the others."""
-        right_attention(**call)
-        wrong = torch.empty_like(call["out"])
-        right_attention(**{**call, "out": wrong, **shifted(1)(call)})
-        call["out"][2:] = wrong[2:]
-
-    select("attention", "paged", long_only)
-    monkeypatch.setattr(classic, "explained", lambda *_: "")  # no mutation does, and trying all takes long
-    only(self_test("self-test-window", CPU), "failed", "from the definition")
+    right_attention(**call)
+    wrong = torch.empty_like(call["out"])
+    right_attention(**{**call, "out": wrong, **shifted(call)})
+    call["out"][2:] = wrong[2:]
 
 
-@pytest.mark.parametrize(
-    ("names", "named"),
-    [(["down_proj_bias"], "down bias dropped"), (["gate_up_proj_bias", "down_proj_bias"], "from the definition")],
-)
-def test_a_mistake_in_the_experts_weights_fails_and_is_named(names, named):
+def experts(*names: str) -> Callable[..., torch.Tensor]:
+    """Without these weights."""
+
     def mutant(hidden_states, weights, topk_weights, topk_ids, swiglu_limit):
-        """A mistake."""
         changed = replace(weights, **{name: torch.zeros_like(getattr(weights, name)) for name in names})
         return right_experts(hidden_states, changed, topk_weights, topk_ids, swiglu_limit)
 
-    select("moe", "experts", mutant)
-    only(self_test("self-test-bias", CPU), "failed", named, "MOE_EXPERTS=small_ops")
+    return mutant
 
 
 def over_all_experts(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,16 +112,29 @@ def one_slot_too_far(key, value, key_cache, value_cache, slot_mapping):
     right(key, value, key_cache, value_cache, (slot_mapping + 1) % key_cache.shape[0] * key_cache.shape[1])
 
 
+BY_PLAIN_OPERATORS = {"attention.paged": "KERNEL_ATTENTION_PAGED=small_ops", "moe.experts": "MOE_EXPERTS=small_ops"}
+
+
 @pytest.mark.parametrize(
-    ("operation", "mutant", "check", "phrases"),
+    ("operation", "mutant", "check", "named"),
     [
-        (("moe", "route"), over_all_experts, "bias", ["from the definition"]),
-        (("attention", "write_kv"), one_slot_too_far, "sink", []),
+        (PAGED, attention(lambda call: {"sinks": call["sinks"] - torch.inf}), "sink", "sink dropped"),
+        (PAGED, attention(shifted), "window", "window 129 for 128"),
+        (PAGED, attention(lambda call: {"sliding_window": 128}), "window", "window on a layer that sees all"),
+        (PAGED, long_only, "window", "from the definition"),
+        (EXPERTS, experts("down_proj_bias"), "bias", "down bias dropped"),
+        (EXPERTS, experts("gate_up_proj_bias", "down_proj_bias"), "bias", "from the definition"),
+        ("moe.route", over_all_experts, "bias", "from the definition"),
+        ("attention.write_kv", one_slot_too_far, "sink", ""),
     ],
+    ids=["sink", "129 keys", "a full layer", "long chunks", "bias", "both biases", "softmax", "slot"],
 )
-def test_a_kernel_that_is_wrong_in_another_way_fails(operation, mutant, check, phrases):
-    select(*operation, mutant)
-    only(self_test(f"self-test-{check}", CPU), "failed", *phrases)
+def test_a_mistake_in_a_kernel_fails_and_is_named(operation, mutant, check, named, monkeypatch):
+    """`test_each_classic_mutation_is_far_from_rounding` has the others."""
+    if mutant is long_only:  # no mutation explains it, and trying all takes long
+        monkeypatch.setattr(classic, "explained", lambda *_: "")
+    select(operation, mutant)
+    only(self_test(f"self-test-{check}", CPU), "failed", named, BY_PLAIN_OPERATORS.get(operation, ""))
 
 
 @pytest.mark.parametrize(

@@ -25,28 +25,20 @@ def installed(root, cann, driver="25.3.rc1"):
     return ascend(root, ASCEND_HOME_PATH=str(home))
 
 
-def test_results_of_one_cann_do_not_count_for_the_next(tmp_path):
-    only(remembered(installed(tmp_path, "8.3.RC1"), []), "warning", "CANN 8.3.RC1", "never tested whole")
-    only(remembered(installed(tmp_path, "8.3.RC1"), ALL_RIGHT), "ok", "all right (9 self-tests)")
-    only(remembered(installed(tmp_path, "8.3.RC1"), []), "ok", "tested whole on 20")
-    only(remembered(installed(tmp_path, "8.5.0"), []), "warning", "CANN 8.5.0", "never tested whole")
+A2, A3 = (Device("npu", name, 8, 64, 64) for name in ("Ascend910B3", "Ascend910_9391"))
 
 
-def test_results_of_one_card_do_not_count_for_another_of_one_home(tmp_path):
+@pytest.mark.parametrize("other", ["CANN", "card", "driver", "emulator"])
+def test_results_of_one_machine_do_not_count_for_another_of_one_home(other, tmp_path):
     here = installed(tmp_path, "8.3.RC1")
-    a2, a3 = (Device("npu", name, 8, 64, 64) for name in ("Ascend910B3", "Ascend910_9391"))
-    only(remembered(here, ALL_RIGHT, [a2]), "ok", "(Ascend910B3, driver 25.3.rc1")
-    only(remembered(here, [], [a3]), "warning", "(Ascend910_9391, driver 25.3.rc1", "never tested whole")
-    only(remembered(here, [], [a2]), "ok", "tested whole on 20")
-
-
-@pytest.mark.parametrize("other", ["driver", "emulated"])
-def test_another_driver_or_the_emulator_counts_as_another_machine(other, tmp_path):
-    remembered(installed(tmp_path, "8.3.RC1"), ALL_RIGHT)
-    here = installed(tmp_path, "8.3.RC1", driver="25.5.0")
-    if other == "emulated":
-        here = ascend(tmp_path, ASCEND_EMULATOR="1", **here.environ | {"HOME": str(tmp_path / "home")})
-    only(remembered(here, []), "warning", "never tested whole")
+    only(remembered(here, [], [A2]), "warning", "CANN 8.3.RC1 (Ascend910B3, driver 25.3.rc1", "never tested whole")
+    only(remembered(here, ALL_RIGHT, [A2]), "ok", "all right (9 self-tests)")
+    only(remembered(here, [], [A2]), "ok", "tested whole on 20")
+    if other in ("CANN", "driver"):
+        here = installed(tmp_path, "8.5.0") if other == "CANN" else installed(tmp_path, "8.3.RC1", driver="25.5.0")
+    if other == "emulator":
+        here = ascend(tmp_path, ASCEND_EMULATOR="1", **here.environ)
+    only(remembered(here, [], [A3 if other == "card" else A2]), "warning", "never tested whole")
 
 
 def test_wrong_results_are_remembered_by_name(tmp_path):
