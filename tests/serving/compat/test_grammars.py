@@ -157,22 +157,6 @@ def test_grammar_that_raises_later_is_reported_and_allows_all_tokens(patched, ma
         assert reported(manager) == {"bad": f"{barrier.FAILED}its grammar: Panic: {spec}"}
 
 
-@not_0_33
-def test_error_in_the_reasoning_end_ends_only_its_own_request(patched, manager):
-    def is_reasoning_end(*_: Any) -> bool:
-        raise KeyError("no such token")
-
-    reasoner = types.SimpleNamespace(is_reasoning_end=is_reasoning_end, is_reasoning_end_streaming=is_reasoning_end)
-    manager.reasoner, manager.reasoner_cls = reasoner, lambda **_: reasoner  # of 0.11 and of 0.23
-    broken = a_request("broken", "a")
-    with patched(), pytest.raises(KeyError):
-        manager.should_fill_bitmask(broken)
-    with patched("grammar-errors"):
-        assert manager.should_fill_bitmask(broken) is False
-        assert manager.should_advance(broken) is False
-        assert list(reported(manager)) == ["broken"], "once"
-
-
 def test_each_request_is_compiled_by_the_backend_that_validated_it(patched, manager):
     asked = [("a", "xgrammar"), ("not xgrammar", "guidance"), ("b", "xgrammar"), ("c", "guidance")]
     with patched("grammar-backends"):

@@ -1,20 +1,16 @@
 """Contains per-request exceptions (engine core side): the failing request ends, the others go on.
 
-The API server's side is `server/failed_requests.py`. Stock vLLM 0.11.0 runs code for a single request in seven places
-of the core. An exception in any of them ends the engine, or its input thread, after which every request waits for ever:
+The API server's side is `server/failed_requests.py`. In stock vLLM an exception while a request is constructed or added, or in
+its grammar, ends the engine, or its input thread, after which every request waits for ever.
 
-    input thread:  decoding a request · Request and its grammar's backend     -> refused here, before the scheduler
-    core thread:   add_request · the compiled grammar, in schedule()          -> refused, or ended before the next step
-                   bit masks · tokens into the grammar · stop conditions      -> ended after the step
-
-A refused request becomes a `Refused`, which takes its place in vLLM's queues. A request that the scheduler already has
-is reported (`report`, from any thread) and ended like an abort, before and after each step, which frees its KV blocks.
-Its client gets an `EngineCoreOutput` with the finish reason `abort` and the error text as stop reason; vLLM has no
-other output with both.
+A request that cannot be constructed or added becomes a `Refused`, which takes its place in vLLM's queues. A request
+that the scheduler already has is reported (`report`, from any thread) and ended like an abort, before and after each
+step, which frees its KV blocks. Its client gets an `EngineCoreOutput` with the finish reason `abort` and the error text
+as stop reason; vLLM has no other output with both.
 
 From the scheduler's output to the runner's, a step is shared by all its requests, so an exception in the executor still
 ends the engine. `request_checks.py` checks beforehand the fields that could cause it, because a device does not raise
-at an invalid index. If an input or output thread dies of another error, the engine ends at once and logs the error.
+at an invalid index. If the input thread dies, the engine ends at once and logs the error.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from typing import Any
 
 from npu_gptoss.errors import short
 from npu_gptoss.serving.compat.engine import request_checks as gate
-from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, holder, repair, replace
+from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER
 
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -102,58 +98,22 @@ def end_reported(core: Any) -> None:
             tell(core, Refused(request.request_id, request.client_index, reason))
 
 
-def _unreadable(frames: Any, error: BaseException) -> Refused:
-    """Finds the request of a message that cannot be decoded. Raises the error if that is impossible."""
-    import msgspec
-    from vllm.v1.engine import EngineCoreRequest
-
-    try:
-        data = frames if isinstance(frames, bytes | bytearray | memoryview) else frames[0]
-        values = msgspec.msgpack.decode(data, ext_hook=lambda code, data: None)
-        fields = dict(zip(EngineCoreRequest.__struct_fields__, values, strict=False))
-        request_id, client = fields["request_id"], fields.get("client_index", 0)
-    except Exception:
-        raise error from None
-    if not isinstance(request_id, str) or not isinstance(client, int):
-        raise error
-    return Refused(request_id, client, REFUSED + words(error))
-
-
 @repair(
     "request-input",
-    f"{CORE}:MsgpackDecoder EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
-    f"{CORE}:EngineCoreProc.process_output_sockets",
+    f"{CORE}:EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
     releases=BOTH,
     upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
     until="0.33",
 )
 def install_input(module: ModuleType) -> None:
-    """A request that the engine core cannot decode, construct or add ends the engine, or its input thread, after which
-    every request waits for ever; an invalid token id crashes a step of the whole batch."""
-    core, process, stock_decoder = module.EngineCore, module.EngineCoreProc, module.MsgpackDecoder
-    expect_source(process.process_input_sockets, "add_request_decoder = MsgpackDecoder(EngineCoreRequest")
+    """A request that the engine core cannot construct or add ends the engine, or its input thread, after which every
+    request waits for ever; an invalid token id crashes a step of the whole batch."""
+    core, process = module.EngineCore, module.EngineCoreProc
     expect_source(process.process_input_sockets, "request = self.preprocess_add_request(req")
     expect_source(process._handle_client_request, "req, request_wave = request", "self.add_request(req, request_wave)")
 
-    class MsgpackDecoder(stock_decoder):
-        def __init__(self, t: Any = None, **options: Any) -> None:
-            super().__init__(t, **options)
-            self._requests = t is module.EngineCoreRequest
-
-        def decode(self, bufs: Any) -> Any:
-            try:
-                return super().decode(bufs)
-            except PASSES:
-                raise
-            except BaseException as error:
-                if not self._requests:
-                    raise
-                return _unreadable(bufs, error)
-
     @around(core, "preprocess_add_request")
     def preprocess_add_request(original: Original, self: Any, request: Any) -> tuple[Any, int]:
-        if isinstance(request, Refused):
-            return request, 0
         try:
             objection = gate.objection(request, self.vllm_config)
             if objection is None:
@@ -189,18 +149,15 @@ def install_input(module: ModuleType) -> None:
                 reason = REFUSED + words(error)
         tell(self, Refused(request.request_id, request.client_index, reason))
 
-    def thread(original: Original, self: Any, *arguments: Any, **keywords: Any) -> None:
+    @around(process, "process_input_sockets")
+    def process_input_sockets(original: Original, self: Any, *arguments: Any, **keywords: Any) -> None:
         try:
             original(self, *arguments, **keywords)
         except PASSES:
             raise
         except BaseException:
-            logger.exception("The engine's thread %s died, so the engine ends.", original.__name__)
+            logger.exception("The engine's input thread died, so the engine ends.")
             self.input_queue.put_nowait((module.EngineCoreRequestType.EXECUTOR_FAILED, b""))
-
-    replace(module, "MsgpackDecoder", MsgpackDecoder)
-    for name in ("process_input_sockets", "process_output_sockets"):
-        around(process, name)(thread)
 
 
 @repair(
@@ -232,27 +189,6 @@ def install_steps(module: ModuleType) -> None:
 
     for name in names:
         around(core, name)(step)
-
-
-@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output", releases=BOTH, until="0.33")
-def install_updates(module: ModuleType) -> None:
-    """An exception in one request's stop conditions ends the engine."""
-    scheduler = holder(module.Scheduler, "update_from_output")
-    # `grammars.py` sets a grammar that does not compile to None, which is never ready
-    ready = getattr(scheduler, either(scheduler, "_try_promote_blocked_waiting_request", "schedule"))
-    expect_source(ready, "structured_output_req and structured_output_req.grammar")
-
-    @around(scheduler, "_update_request_with_output")
-    def _update_request_with_output(
-        original: Original, self: Any, request: Any, new_token_ids: list[int]
-    ) -> tuple[list[int], bool]:
-        try:
-            return original(self, request, new_token_ids)
-        except PASSES:
-            raise
-        except BaseException as error:
-            report(failures_of(self.structured_output_manager), request, FAILED + words(error))
-            return new_token_ids, False
 
 
 @repair("prompt-logprobs", f"{SCHEDULER}:Scheduler.update_from_output", until="0.23")

@@ -70,11 +70,8 @@ class GuardedGrammar:
         vars(self).update({name: functools.partial(method, name) for name in INSTEAD})
 
 
-CHECKS = ".should_fill_bitmask .should_advance"
-
-
-@repair("grammar-errors", f"{MANAGER}.{COMPILING[0]} {CHECKS}", upstream="vllm PR 47312", until="0.33")
-@repair("grammar-errors", f"{MANAGER}.{COMPILING[1]} {CHECKS}", releases="0.23", upstream="vllm PR 47312", until="0.33")
+@repair("grammar-errors", f"{MANAGER}.{COMPILING[0]}", upstream="vllm PR 47312", until="0.33")
+@repair("grammar-errors", f"{MANAGER}.{COMPILING[1]}", releases="0.23", upstream="vllm PR 47312", until="0.33")
 def install_guard(module: ModuleType) -> None:
     """A grammar that does not compile, or raises later, ends the engine."""
     from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -93,12 +90,6 @@ def install_guard(module: ModuleType) -> None:
             return GuardedGrammar(compile_grammar(self, request), failures, request)
 
         return _guarded(compiled, failures, request, f"{REFUSED}its grammar does not compile: ", lambda: None)
-
-    def asked(original: Original, self: Any, request: Any) -> bool:
-        return _guarded(lambda: original(self, request), failures_of(self), request, FAILED, lambda: False)
-
-    for name in ("should_fill_bitmask", "should_advance"):
-        around(manager, name)(asked)
 
 
 @repair(
