@@ -9,7 +9,6 @@ APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # of 0.33
 API_SERVER = "vllm.entrypoints.openai.api_server"
 SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of serve_http
 ENGINE = "vllm.entrypoints.openai.serving_engine"
-TOKENIZATION_LATER = "vllm.entrypoints.serve.tokenize.serving"  # of 0.23 and 0.33
 PARSERS = "vllm.parser.abstract_parser"  # of 0.33
 SAMPLING_PARAMS = "vllm.sampling_params"
 SCHEDULER = "vllm.v1.core.sched.scheduler"

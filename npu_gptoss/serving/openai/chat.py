@@ -71,24 +71,20 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
     return answer_object(release().ChatCompletionResponse, whole, raw_request)
 
 
-async def tokenize(module: Any, original: Callable[..., Any], self: Any, request: Any, raw_request: Any) -> Any:
-    """Returns the token ids of a chat's prompt, for /tokenize. module: of vLLM's handler."""
-    is_chat = isinstance(request, module.TokenizeChatRequest) and not request.chat_template
-    if not is_chat or not intake.is_ours(self):
-        return await original(self, request, raw_request)
-    body = await raw_request.json()  # vLLM's class keeps calls as an iterator, and 0.33's request log consumes it
-    if (unknown := await self._check_model(intake.Written(body))) is not None:
+async def tokenize(serving: Any, body: Mapping[str, Any]) -> Any:
+    """Returns the JSON of /tokenize for a chat, or vLLM's ErrorResponse. serving: vLLM's object for chats."""
+    if (unknown := await serving._check_model(intake.Written(body))) is not None:
         return unknown
     try:
-        asked = chat.read({name: body[name] for name in body if name in chat.READ}, release().defaults(self)).asked
-        tokens = await asyncio.to_thread(asked.prompt, encoder_of(self))
+        asked = chat.read({name: body[name] for name in body if name in chat.READ}, release().defaults(serving)).asked
+        tokens = await asyncio.to_thread(asked.prompt, encoder_of(serving))
     except of_the_request() as error:
         return refusal(error)
     strings = None
-    if request.return_token_strs:
-        strings = (await release().tokenizer(self)).convert_ids_to_tokens(tokens)
-    limit = release().max_model_len(self)
-    return module.TokenizeResponse(tokens=tokens, token_strs=strings, count=len(tokens), max_model_len=limit)
+    if body.get("return_token_strs"):
+        strings = (await release().tokenizer(serving)).convert_ids_to_tokens(tokens)
+    limit = release().max_model_len(serving)
+    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
 
 
 def answer_object(base: type, body: Mapping[str, Any], raw_request: Any) -> Any:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.frontend.engine import Piece, Step
@@ -16,7 +15,7 @@ from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.openai.release import release
-from npu_gptoss.serving.tokenizer_file import tokenizer_file
+from npu_gptoss.serving.tokenizer_file import checkpoint_directory
 from npu_gptoss.tokenizer import chat_template
 
 if TYPE_CHECKING:
@@ -26,13 +25,6 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 IN_THE_LOOP = 20_000  # characters, about 10 ms; a thread encodes a longer conversation
 PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's classes
-
-
-def checkpoint_directory(model_config: ModelConfig) -> Path | None:
-    """Returns the folder of the checkpoint's tokenizer.json: a local folder, the Hugging Face cache, or None."""
-    of_tokenizer = tokenizer_file(model_config.tokenizer, model_config.tokenizer_revision)
-    found = of_tokenizer or tokenizer_file(model_config.model, model_config.revision)
-    return found and found.parent
 
 
 def report_template(model_config: ModelConfig, option: str | None) -> None:

@@ -13,6 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import Any
 
 from npu_gptoss.frontend import chat, messages
+from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
+from npu_gptoss.frontend.structure import structure_of
+from npu_gptoss.harmony.encoding import ContextError, check_characters
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.admission.keys import route_path
 from npu_gptoss.serving.admission.middleware import PARSED, replayed
@@ -25,7 +28,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 BODY, WARNINGS = "npu_gptoss.body", "npu_gptoss.warnings"  # keys in a request's scope
 WARNING_HEADER = b"x-npu-gptoss-warning"
-CHATS = ("/v1/chat/completions", "/invocations")
+INVOCATIONS, TOKENIZE = "/invocations", "/tokenize"
+CHATS, COMPLETIONS = ("/v1/chat/completions", INVOCATIONS), ("/v1/completions", INVOCATIONS)
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 
 # Fields of /v1/responses by which vLLM stores and schedules.
@@ -59,24 +63,69 @@ def plain_messages(body: Mapping[str, Any]) -> Json:
     return own | ({"stream": body["stream"]} if isinstance(body.get("stream"), bool) else {})
 
 
+def plain_completion(body: Mapping[str, Any]) -> Json:
+    """Returns the body with its structure in the one field that each release's class reads: the other fields end 0.11's
+    engine, or are dropped."""
+    asked = structure_of(body)
+    kept = {name: value for name, value in body.items() if name not in STRUCTURE_FIELDS}
+    return kept | ({"structured_outputs": dict(asked.fields)} if asked else {})
+
+
+# routes, the field by which a body of /invocations is known, the serving object in vLLM's state, the body for its class
+PLAIN: tuple[tuple[tuple[str, ...], str, str, Callable[[Mapping[str, Any]], Json]], ...] = (
+    (CHATS, "messages", "openai_serving_chat", plain_chat),
+    (COMPLETIONS, "prompt", "openai_serving_completion", plain_completion),
+    ((RESPONSES,), "", "openai_serving_responses", plain_response),
+    ((MESSAGES, COUNT), "", "openai_serving_chat", plain_messages),
+)
+ROUTES = {TOKENIZE}.union(*(routes for routes, *_ in PLAIN))
+
+
 def plain(route: str, body: Any, state: Any) -> Json | None:
-    """Returns the body for vLLM's classes; None if vLLM's own handler takes the request."""
+    """Returns the body for vLLM's classes; None if vLLM's own handler takes the request as it is."""
     if not isinstance(body, Mapping):
         return None
-    if route in CHATS and "messages" in body:
-        ours = is_ours(getattr(state, "openai_serving_chat", None)) and not body.get(chat.BEAM_SEARCH)
-        return plain_chat(body) if ours else None
-    if route == RESPONSES:
-        return plain_response(body) if is_ours(getattr(state, "openai_serving_responses", None)) else None
-    if route in (MESSAGES, COUNT):
-        return plain_messages(body) if is_ours(getattr(state, "openai_serving_chat", None)) else None
+    for routes, field, serving, made in PLAIN:
+        if route in routes and (not field or field in body):
+            ours = is_ours(getattr(state, serving, None)) and not (field == "messages" and body.get(chat.BEAM_SEARCH))
+            return made(body) if ours else None
     return None
+
+
+def check_prompt(body: Mapping[str, Any], limit: int) -> None:
+    """Raises ContextError for a completion's text that cannot fit, before vLLM encodes it."""
+    prompts = body.get("prompt")
+    for prompt in prompts if isinstance(prompts, list) else [prompts]:
+        if isinstance(prompt, str) and body.get("truncate_prompt_tokens") is None:
+            check_characters(limit, len(prompt))
+
+
+async def answered(route: str, body: Any, state: Any) -> Any:
+    """Returns the JSON or the ErrorResponse of a request that is answered here, without vLLM's routes; else None."""
+    from npu_gptoss.serving.openai import chat as chats
+    from npu_gptoss.serving.openai.errors import refusal
+    from npu_gptoss.serving.openai.release import release
+
+    serving = getattr(state, "openai_serving_chat", None)
+    if not isinstance(body, Mapping) or not is_ours(serving):
+        return None
+    if route == TOKENIZE and "messages" in body and not body.get("chat_template"):
+        return await chats.tokenize(serving, body)
+    if route in COMPLETIONS and "messages" not in body:
+        try:
+            check_prompt(body, release().max_model_len(serving))
+        except ContextError as error:
+            return refusal(error)
+    return None
+
+
+def is_gpt_oss(model_config: Any) -> bool:
+    return getattr(getattr(model_config, "hf_config", None), "model_type", None) == MODEL_TYPE
 
 
 def is_ours(serving: Any) -> bool:
     """True if our front end answers for this serving object: gpt-oss, and no tools that vLLM runs."""
-    config = getattr(getattr(serving, "model_config", None), "hf_config", None)
-    return getattr(config, "model_type", None) == MODEL_TYPE and getattr(serving, "tool_server", None) is None
+    return is_gpt_oss(getattr(serving, "model_config", None)) and getattr(serving, "tool_server", None) is None
 
 
 class Intake:
@@ -90,12 +139,15 @@ class Intake:
             await self.app(scope, receive, send)
             return
         route = route_path(scope)
-        if route not in (*CHATS, RESPONSES, MESSAGES, COUNT):
+        if route not in ROUTES:
             await self.app(scope, receive, send)
             return
         first = await receive()
-        body = _parsed(scope, first)
-        wanted = plain(route, body, scope["app"].state)
+        body, state = _parsed(scope, first), scope["app"].state
+        if (said := await answered(route, body, state)) is not None:
+            await _as_json(said)(scope, receive, send)
+            return
+        wanted = plain(route, body, state)
         if wanted is None:
             await self.app(scope, replayed(first, receive), send)
             return
@@ -111,6 +163,12 @@ class Intake:
         ]
         handed = {"type": "http.request", "body": raw, "more_body": False}
         await self.app(scope, replayed(handed, receive), _warning(scope, send))
+
+
+def _as_json(said: Any) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(said) if isinstance(said, dict) else JSONResponse(said.model_dump(), said.error.code)
 
 
 def _parsed(scope: Message, first: Message) -> Any:

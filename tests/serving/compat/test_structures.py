@@ -137,14 +137,17 @@ def test_structure_of_any_route_is_compiled_before_the_engine_gets_it(
 
     monkeypatch.setattr(admitted, "verdict", verdict)
 
-    def ask(params: Any) -> None:
-        asyncio.run(AsyncLLM.add_request(Engine(), "id", {}, params))
+    def ask(params: Any, request_id: str = "id") -> None:
+        asyncio.run(AsyncLLM.add_request(Engine(), request_id, {}, params))
 
-    with patched("structure-requests", "completion-formats"):
-        of_completion = of_release.completion_class()(prompt="a", guided_regex="a").to_sampling_params(9, {})
-        for params, ended in ((SamplingParams(), None), (structured(regex="a"), None), (of_completion, True)):
+    with patched("structure-requests"):
+        for params, name, ended in (
+            (SamplingParams(), "cmpl-1-0", None),
+            (structured(regex="a"), "id", None),
+            (structured(regex="a"), "cmpl-1-0", True),
+        ):
             with pytest.raises(Reached, match=str(ended)):
-                ask(params)
+                ask(params, name)
         with pytest.raises(VLLMValidationError, match="This structure cannot be compiled: too long"):
             ask(structured(regex="b"))
         with pytest.raises(type(unavailable(""))) as later:

@@ -17,8 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.openai import chat, intake, responses
-from npu_gptoss.serving.openai.engine import checkpoint_directory
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.tokenizer_file import checkpoint_directory
 from tests.harmony.conftest import directory, encoder, library  # noqa: F401
 
 pytestmark = pytest.mark.serving

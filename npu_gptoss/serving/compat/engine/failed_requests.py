@@ -1,7 +1,7 @@
 """Contains per-request exceptions (engine core side): the failing request ends, the others go on.
 
-The API server's side is `server/failed_requests.py`. In stock vLLM an exception while a request is constructed or added, or in
-its grammar, ends the engine, or its input thread, after which every request waits for ever.
+The API server's side is `server/failed_requests.py`. In stock vLLM an exception while a request is constructed or
+added, or in its grammar, ends the engine, or its input thread, after which every request waits for ever.
 
 A request that cannot be constructed or added becomes a `Refused`, which takes its place in vLLM's queues. A request
 that the scheduler already has is reported (`report`, from any thread) and ended like an abort, before and after each

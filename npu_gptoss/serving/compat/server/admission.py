@@ -183,14 +183,18 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     from starlette.middleware import Middleware
     from vllm import envs as vllm_envs
 
+    from npu_gptoss.serving import tokenizer_file
     from npu_gptoss.serving.openai import messages
+    from npu_gptoss.serving.openai.engine import prepare
     from npu_gptoss.serving.openai.errors import misread
-    from npu_gptoss.serving.openai.intake import Intake
+    from npu_gptoss.serving.openai.intake import Intake, is_gpt_oss
     from npu_gptoss.serving.releases.vllm import AuthenticationMiddleware
 
     app = original(args, *others)
     if "generate" not in (others[0] if others else ("generate",)):
         return app  # a server without an engine, which only renders
+    if tokenizer_file.served and is_gpt_oss(tokenizer_file.served[0]):
+        prepare(tokenizer_file.served[0])  # takes seconds, now and not in the first request
     if "/v1/messages" not in {getattr(route, "path", None) for route in app.routes}:
         messages.add_routes(app)  # 0.11.0 lacks it
     app.middleware_stack = None  # 0.33 has built it already; the first request builds it again

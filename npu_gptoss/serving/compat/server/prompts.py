@@ -10,60 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import openai_harmony
 
-from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat.patch import Original, around, either, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.server import handlers
-from npu_gptoss.serving.compat.targets import ENGINE, NEWER, RENDERER, RENDERER_0_23, TOKENIZATION_LATER
+from npu_gptoss.serving.compat.targets import NEWER, RENDERER, RENDERER_0_23
 
 UPSTREAM = "vllm issues 22525 and 57099"
+HARMONY = "harmony_utils:_harmony_encoding"
 RENDERED = "vLLM renders harmony as the published template does"
 
 
+@repair("harmony-vocabulary", f"vllm.entrypoints.{HARMONY}", upstream=UPSTREAM, until="0.33")
 @repair(
-    "harmony-vocabulary",
-    f"{ENGINE}:OpenAIServing.__init__",
-    "vllm.entrypoints.harmony_utils:_harmony_encoding",
-    upstream=UPSTREAM,
-    until="0.33",
+    "harmony-vocabulary", f"vllm.entrypoints.openai.parser.{HARMONY}", releases="0.23", upstream=UPSTREAM, until="0.33"
 )
-@repair(
-    "harmony-vocabulary",
-    f"{RENDERER_0_23}:OpenAIServingRender.__init__",
-    "vllm.entrypoints.openai.parser.harmony_utils:_harmony_encoding",
-    releases="0.23",
-    upstream=UPSTREAM,
-    until="0.33",
-)
-def install_vocabulary(module: ModuleType) -> None:
+def install_vocabulary(harmony_utils: ModuleType) -> None:
     """openai-harmony downloads its vocabulary when its encoding is loaded: a server without network does not start, or
     answers every chat with 500."""
-    if module.__name__ == ENGINE:
-        from vllm.entrypoints import harmony_utils
-    else:
-        from vllm.entrypoints.openai.parser import harmony_utils
-    # its objects are created before vLLM loads the encoding, which it keeps in a variable
-    serving = getattr(module, either(module, "OpenAIServingRender", "OpenAIServing"))
-    expect_parameters(serving.__init__, "self", "model_config")
     expect_source(harmony_utils.get_encoding, "if _harmony_encoding is None:", "load_harmony_encoding(")
-    takes = inspect.signature(serving.__init__)
-
-    @around(serving, "__init__")
-    def __init__(original: Original, *args: Any, **kwargs: Any) -> None:
-        from npu_gptoss.serving.openai.engine import prepare
-
-        model_config = takes.bind(*args, **kwargs).arguments["model_config"]
-        if getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE:
-            prepare(model_config)  # takes seconds, at the start and not in the first request
-        original(*args, **kwargs)
-
     replace(harmony_utils, "_harmony_encoding", LinearEncoding())
 
 
@@ -76,8 +45,9 @@ class LinearEncoding(openai_harmony.HarmonyEncoding):
     @functools.cached_property
     def _inner(self) -> Any:
         from npu_gptoss.harmony.library import load_encoding
+        from npu_gptoss.serving.tokenizer_file import checkpoint_directory, served
 
-        return load_encoding()._inner
+        return load_encoding(checkpoint_directory(served[0]) if served else None)._inner
 
     def render_conversation_for_completion(self, conversation: Any, *_: Any, **__: Any) -> list[int]:
         from npu_gptoss.serving.openai.engine import served_encoder
@@ -154,46 +124,6 @@ def install_batch(module: ModuleType) -> None:
         from npu_gptoss.serving.openai import chat
 
         return await chat.create_batch(original, self, request, raw_request)
-
-
-TOKENIZES = "Tokenization.create_tokenize"
-
-
-@repair("tokenize-prompt", f"vllm.entrypoints.openai.serving_tokenization:OpenAIServing{TOKENIZES}", until=RENDERED)
-@repair("tokenize-prompt", f"{TOKENIZATION_LATER}:OpenAIServing{TOKENIZES}", releases="0.23", until=RENDERED)
-@repair("tokenize-prompt", f"{TOKENIZATION_LATER}:Serving{TOKENIZES}", releases="0.33", until=RENDERED)
-def install_tokenize(module: ModuleType) -> None:
-    """/tokenize with messages renders the Jinja template, whose tokens differ from the chat's. With request logging,
-    0.33 refuses a conversation with calls: writing the log consumes the calls."""
-    serving = getattr(module, either(module, "OpenAIServingTokenization", "ServingTokenization"))
-    expect_source(serving.create_tokenize, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)")
-    expect_source(serving.create_tokenize, "token_strs=token_strs")
-
-    @around(serving, "create_tokenize")
-    async def create(original: Original, self: Any, request: Any, raw_request: Any) -> Any:
-        from npu_gptoss.serving.openai import chat
-
-        return await chat.tokenize(module, original, self, request, raw_request)
-
-
-@repair(
-    "scoring-prompts",
-    "vllm.entrypoints.generate.generative_scoring.serving:ServingGenerativeScoring._build_prompts",
-    releases="0.33",
-    until="vLLM tokenizes scoring prompts outside of its event loop",
-)
-def install_scoring(serving: ModuleType) -> None:
-    """/generative_scoring encodes its texts in the event loop, and copies the query for each item: a long query with
-    many items blocks every request for seconds."""
-    scoring = serving.ServingGenerativeScoring
-    expect_source(scoring._build_prompts, "prompt_token_ids = query_token_ids + item_token_ids")
-
-    one = ThreadPoolExecutor(1, "scoring")  # vLLM copies its tokenizer for each thread, and keeps the copies
-
-    @around(scoring, "_build_prompts")
-    async def _build_prompts(original: Original, *args: Any) -> Any:
-        # the original never waits
-        return await asyncio.get_running_loop().run_in_executor(one, lambda: asyncio.run(original(*args)))
 
 
 async def _beside(request: Any, render: Callable[[], Any]) -> Any:

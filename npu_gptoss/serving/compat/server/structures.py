@@ -39,7 +39,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag") 
 STRUCTURE = (*KINDS, "whitespace_pattern")
 SWITCHES = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 
-OF_A_COMPLETION = "_npu_gptoss_of_a_completion"  # of a structure: the output is a plain text, no harmony turn
+OF_A_COMPLETION = "cmpl-"  # begins the ids of completions; their output is a plain text, no harmony turn
 
 _structures: Structures | None = None  # of this process's server
 
@@ -190,8 +190,7 @@ def install_requests(module: ModuleType) -> None:
     async def add_request(
         original: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **keywords: Any
     ) -> Any:
-        structure = getattr(params, "structured_outputs", None)
-        wanted = structure_of(structure)
+        wanted = structure_of(getattr(params, "structured_outputs", None))
         if wanted and _structures is not None:
             verdict = await _structures.verdict(wanted)
             if verdict.error is not None:
@@ -199,7 +198,7 @@ def install_requests(module: ModuleType) -> None:
                 if verdict.lasting:
                     raise VLLMValidationError(said, parameter="structured_outputs")
                 raise unavailable(said)
-        if wanted and getattr(structure, OF_A_COMPLETION, False) and keywords.get("reasoning_ended") is None:
+        if wanted and request_id.startswith(OF_A_COMPLETION) and keywords.get("reasoning_ended") is None:
             keywords["reasoning_ended"] = True
         return await original(self, request_id, prompt, params, *args, **keywords)
 

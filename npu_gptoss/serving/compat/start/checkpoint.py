@@ -49,7 +49,7 @@ def install_check(module: ModuleType) -> None:
 
     @around(owner, "create_engine_config")
     def create_engine_config(original: Original, self: EngineArgs, *args: Any, **options: Any) -> Any:
-        from npu_gptoss.serving import aside, limits
+        from npu_gptoss.serving import aside, limits, tokenizer_file
         from npu_gptoss.serving.releases.vllm import current_platform
 
         if current_platform.device_type not in here().devices:
@@ -64,6 +64,7 @@ def install_check(module: ModuleType) -> None:
             spell_overrides(self)
             made = original(self, *args, **options)
             check_tokenizer_of_hub(made.model_config)
+            tokenizer_file.served[:] = [made.model_config]
             if ours:
                 limits.check_model(made.model_config)
             return made
