@@ -2,6 +2,6 @@
 
 vLLM keeps its routes, request classes, disconnects, keep-alive, metrics and stores. `intake` keeps the client's body
 and gives vLLM's classes the fields that the engine needs. The handler of the API (`chat`, `responses`, `messages`)
-starts the engine through `engine` and answers through `frontend/`. `release_0_11` and its siblings hold the differences
-between releases of vLLM; `install` connects everything.
+starts the engine through `engine` and answers through `frontend/`. `release` holds the differences between releases of
+vLLM.
 """

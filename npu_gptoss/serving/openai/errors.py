@@ -23,7 +23,7 @@ CONTEXT_CODE = "context_length_exceeded"  # clients shorten the conversation whe
 
 def of_the_request() -> tuple[type[Exception], ...]:
     """Returns the exceptions, vLLM's and ours, that a client's mistakes cause."""
-    return (ValueError, TypeError, OverflowError, NotImplementedError, Refusal, *release().CLIENT_ERRORS)
+    return (ValueError, TypeError, OverflowError, NotImplementedError, Refusal, *release().client_errors)
 
 
 @functools.cache

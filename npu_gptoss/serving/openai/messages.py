@@ -1,7 +1,4 @@
-"""Anthropic's messages of gpt-oss: replaces vLLM's handlers, and adds the routes on 0.11, which has none.
-
-vLLM's routes build Anthropic's JSON of an error: 0.23 takes its type from the error, 0.33 from the status. We set both.
-"""
+"""Routes of Anthropic's messages for gpt-oss, in front of vLLM's own, on each release."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from fastapi import Request
 
 from npu_gptoss.frontend import messages
 from npu_gptoss.serving.openai import intake
-from npu_gptoss.serving.openai.chat import answer_object, output_logger
+from npu_gptoss.serving.openai.chat import output_logger
 from npu_gptoss.serving.openai.engine import Started, encoder_of, start, use
 from npu_gptoss.serving.openai.errors import failure, log_failure, refused
 from npu_gptoss.serving.openai.release import release
@@ -24,33 +21,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 Json = dict[str, Any]
-
-
-async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
-    """Replaces `create_messages`. Returns an error, an answer or a stream of events, as vLLM's route expects."""
-    if not intake.is_ours(self):
-        return await original(self, request, raw_request)
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
-
-    answered = await _answered(self, _body(request, raw_request), raw_request)
-    return (
-        answer_object(AnthropicMessagesResponse, answered, raw_request) if isinstance(answered, Mapping) else answered
-    )
-
-
-async def count(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
-    """Replaces `count_tokens`."""
-    if not intake.is_ours(self):
-        return await original(self, request, raw_request)
-    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensResponse
-
-    answered = await _counted(self, _body(request, raw_request), raw_request)
-    return AnthropicCountTokensResponse(**answered) if isinstance(answered, Mapping) else answered
-
-
-def _body(request: Any, raw_request: Any) -> Mapping[str, Any]:
-    body = intake.body_of(raw_request)
-    return request.model_dump(exclude_unset=True, by_alias=True) if body is None else body
 
 
 async def _answered(serving: Any, body: Mapping[str, Any], raw_request: Any) -> Any:
@@ -125,38 +95,42 @@ def _refused(message: str, status: int) -> Any:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Adds the routes to vLLM 0.11's application."""
+    """Adds the routes before vLLM's own, which get the requests for another model."""
     from fastapi import Depends
     from fastapi.responses import JSONResponse, StreamingResponse
-    from vllm.entrypoints.openai.api_server import validate_json_request
-    from vllm.entrypoints.utils import load_aware_call, with_cancellation
+    from fastapi.routing import APIRoute
+    from starlette.routing import Match
+
+    here = release()
+
+    class OurRoute(APIRoute):
+        def matches(self, scope: Any) -> Any:
+            ours = intake.is_ours(getattr(scope["app"].state, "openai_serving_chat", None))
+            return super().matches(scope) if ours else (Match.NONE, {})
 
     async def respond(made: Callable[..., Any], request: Json, raw_request: Request) -> Any:
-        serving = raw_request.app.state.openai_serving_chat
-        if not intake.is_ours(serving):
-            answered = _refused("The served model has no Messages API.", HTTPStatus.NOT_FOUND)
-        else:
-            body = intake.body_of(raw_request)
-            answered = await made(serving, request if body is None else body, raw_request)
+        state, body = raw_request.app.state, intake.body_of(raw_request)
+        serving = getattr(state, "anthropic_serving_messages", None) or state.openai_serving_chat  # 0.11 has the second
+        answered = await made(serving, request if body is None else body, raw_request)
         if isinstance(answered, Mapping):
             return JSONResponse(answered)
-        if isinstance(answered, release().ErrorResponse):
+        if isinstance(answered, here.ErrorResponse):
             error = answered.error
             return JSONResponse(messages.error_body(error.message, error.code), status_code=error.code)
         return StreamingResponse(answered, media_type="text/event-stream")
 
     # `request` makes FastAPI read the body, which `with_cancellation` needs
-    @with_cancellation
-    @load_aware_call
+    @here.with_cancellation
+    @here.load_aware_call
     async def create_messages(request: dict[str, Any], raw_request: Request) -> Any:
         return await respond(_answered, request, raw_request)
 
-    @with_cancellation
-    @load_aware_call
+    @here.with_cancellation
+    @here.load_aware_call
     async def count_tokens(request: dict[str, Any], raw_request: Request) -> Any:
         return await respond(_counted, request, raw_request)
 
-    for route, endpoint in ((intake.MESSAGES, create_messages), (intake.COUNT, count_tokens)):
-        app.add_api_route(
-            route, endpoint, methods=["POST"], dependencies=[Depends(validate_json_request)], response_model=None
-        )
+    for path, endpoint in ((intake.MESSAGES, create_messages), (intake.COUNT, count_tokens)):
+        guards = [Depends(here.validate_json_request)]
+        route = OurRoute(path, endpoint, methods=["POST"], dependencies=guards, response_model=None)
+        app.router.routes.insert(0, route)

@@ -41,7 +41,7 @@ USED = {
     *("response_role", "return_tokens_as_token_ids", "enable_prompt_tokens_details", "enable_force_include_usage"),
     *("enable_log_outputs", "enable_log_deltas", "enable_per_request_metrics", "default_chat_template_kwargs"),
     *("reasoning_effort_map", "disabled_thinking_effort"),
-    "tool_strict_level",  # vLLM frames a structure by it (release_0_33.hold)
+    "tool_strict_level",  # vLLM frames a structure by it (Release_0_33.hold)
     "log_error_stack",  # in vLLM's own error responses
 }
 FALLS_THROUGH = {"tool_server"}

@@ -195,8 +195,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
         return app  # a server without an engine, which only renders
     if tokenizer_file.served and is_gpt_oss(tokenizer_file.served[0]):
         prepare(tokenizer_file.served[0])  # takes seconds, now and not in the first request
-    if "/v1/messages" not in {getattr(route, "path", None) for route in app.routes}:
-        messages.add_routes(app)  # 0.11.0 lacks it
+    messages.add_routes(app)
     app.middleware_stack = None  # 0.33 has built it already; the first request builds it again
     keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
     app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]

@@ -62,27 +62,3 @@ def install_responses(module: ModuleType) -> None:
 
         async for event in (responses.replay if is_ours(self) else original)(self, response_id, starting_after):
             yield event
-
-
-@repair(
-    "messages",
-    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.create_messages .count_tokens",
-    releases=NEWER,
-    until=UNTIL,
-)
-def install_messages(module: ModuleType) -> None:
-    """vLLM's own handler of /v1/messages sends streams without type and role, and answers a cut call with 500
-    (0.23)."""
-    serving = module.AnthropicServingMessages
-
-    @around(serving, "create_messages")
-    async def create(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
-        from npu_gptoss.serving.openai import messages
-
-        return await messages.create(original, self, request, raw_request)
-
-    @around(serving, "count_tokens")
-    async def count(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
-        from npu_gptoss.serving.openai import messages
-
-        return await messages.count(original, self, request, raw_request)
