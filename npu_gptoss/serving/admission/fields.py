@@ -303,9 +303,7 @@ ROUTES: dict[str, Fields] = {
 }
 
 INVOCATIONS = "/invocations"  # any kind of request; its fields decide
-RESPONSES_ROUTE, MESSAGES_ROUTE = "/v1/responses", "/v1/messages"
 ALWAYS_JSON = {"/inference/v1/abort_requests"}  # vLLM parses these as JSON under any Content-Type
-GENERATE = {"/v1/chat/completions", "/v1/completions", RESPONSES_ROUTE, MESSAGES_ROUTE, INVOCATIONS}
 
 
 def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
@@ -331,14 +329,18 @@ def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:
         relation(body, limits)
 
 
-def check_priority_header(headers: Mapping[bytes, bytes], limits: Limits) -> None:
-    """Checks the priority header of 0.33, which overrides the body's field.
+HEADERS = {
+    b"x-request-id": ("X-Request-Id", REQUEST_ID),
+    # of 0.33, overrides the body's field. The engine could not receive a larger number, and the request would never end
+    b"x-vllm-priority": ("X-Vllm-Priority", QUEUED["priority"]),
+}
 
-    Raises Refusal for a number out of range: the engine could not receive it, and the request would never end.
-    """
-    value = headers.get(b"x-vllm-priority")
-    if value is not None:
-        QUEUED["priority"](value.decode("latin-1"), limits, "X-Vllm-Priority")
+
+def check_headers(headers: Mapping[bytes, bytes], limits: Limits) -> None:
+    """Raises Refusal for a header outside its limits."""
+    for header, (name, rule) in HEADERS.items():
+        if header in headers:
+            rule(headers[header].decode("latin-1"), limits, name)
 
 
 def _sequences(body: Mapping[str, Any], limits: Limits) -> None:

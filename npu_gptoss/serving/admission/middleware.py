@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from npu_gptoss.serving.admission import body as bodies
 from npu_gptoss.serving.admission import fields
 from npu_gptoss.serving.admission.keys import CHALLENGE, KeyGuard, route_path
-from npu_gptoss.serving.admission.refusal import Message, Receive, Refusal, Send, answer, refuse
+from npu_gptoss.serving.admission.refusal import Message, Receive, Refusal, Send, answer
 from npu_gptoss.serving.admission.rules import Limits
 
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -28,7 +28,6 @@ LARGE = 128 * 1024  # bytes; a thread reads larger bodies, so that /health does 
 LEAVES = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 PARSED = "npu_gptoss.parsed"  # key in a request's scope: the body's bytes and the parsed JSON
 HEALTH = ("/health", "/ping")
-_NO_LIMITS = Limits(0, 0, 0, 0)
 
 
 class Server(Protocol):
@@ -65,7 +64,6 @@ class _Gone(Exception):
 class AdmissionMiddleware:
     def __init__(self, app: App, keys: KeyGuard, server: Server, max_body: int) -> None:
         self.app, self.keys, self.server, self.max_body = app, keys, server, max_body
-        self._running: set[tuple[str, str]] = set()  # client-chosen ids of requests in flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -110,21 +108,12 @@ class AdmissionMiddleware:
         if not raw or not (route in fields.ALWAYS_JSON or _is_json(headers)):
             return await self.app(scope, again, send)
         limits = await self.server.limits()
-        fields.check_priority_header(headers, limits)
+        fields.check_headers(headers, limits)
         check = functools.partial(_checked, route, raw, limits)
         body = await asyncio.to_thread(check) if len(raw) > LARGE else check()
         scope[PARSED] = raw, body
         await self.server.check_structure(route, body)
-        own = _own_id(route, headers, body)
-        if own is None:
-            return await self._watched(scope, again, send)
-        if own in self._running:
-            raise refuse("request_id", "an id that no request in flight has", own[1])
-        self._running.add(own)
-        try:
-            await self._watched(scope, again, send)
-        finally:
-            self._running.discard(own)
+        return await self._watched(scope, again, send)
 
     async def _whole_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """Reads the body and holds at most `max_body` bytes."""
@@ -177,20 +166,6 @@ def _checked(route: str, raw: bytes, limits: Limits) -> dict[str, Any]:
 def _is_json(headers: Mapping[bytes, bytes]) -> bool:
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     return media == b"application/json" or media.endswith(b"+json")
-
-
-def _own_id(route: str, headers: Mapping[bytes, bytes], body: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns the request's kind and its id in the engine if the client chose the id; else None."""
-    if route not in fields.GENERATE:
-        return None
-    header = headers.get(b"x-request-id") if route != fields.RESPONSES_ROUTE else None  # its route reads no header
-    chosen = body.get("request_id") if header is None else header.decode("latin-1")
-    if not isinstance(chosen, str):
-        return None
-    fields.REQUEST_ID(chosen, _NO_LIMITS, "request_id" if header is None else "X-Request-Id")
-    own = route in (fields.RESPONSES_ROUTE, fields.MESSAGES_ROUTE)
-    kind = route if own else "chat" if "messages" in body else "completion"
-    return kind, chosen
 
 
 def replayed(first: Message, receive: Receive) -> Receive:

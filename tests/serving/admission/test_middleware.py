@@ -210,23 +210,6 @@ def test_only_a_failure_to_read_before_the_answer_is_the_clients(begins: bool, f
             ask(asked, body=BODY)
 
 
-def test_two_requests_in_flight_cannot_have_one_id() -> None:
-    """vLLM aborts by id, so the second's client could end the first's answer."""
-    inside: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await Taken()(scope, receive, send)
-        if not inside:
-            inside.append(None)
-            inside.append(await asyncio.to_thread(ask, asked, CHAT, again))
-
-    asked = admission(app)
-    again = BODY | {"request_id": "mine"}
-    assert ask(asked, body=again)[0] == 200
-    assert (inside[1][0], inside[1][1]["error"]["param"]) == (400, "request_id")
-    assert ask(asked, body=again)[0] == 200, "it has ended since"
-
-
 def test_an_id_in_the_header_is_printable() -> None:
     headers = (*JSON, (b"x-request-id", b"a\x1b[2J"))
     status, body = ask(admission(), body=BODY, headers=headers)
