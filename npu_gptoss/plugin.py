@@ -51,11 +51,11 @@ def register() -> None:
         logger.warning("%s", version_objection(release))
         return
 
-    from npu_gptoss.serving import compat, log_filters
+    from npu_gptoss.serving import children, compat, log_filters
     from npu_gptoss.serving.compat.start import ends
 
     ends.install()
-
+    children.install()
     os.environ.setdefault(*KEEP_ALIVE)
     if os.environ.get(_TOLD) is None:  # once per server, not once per process
         os.environ[_TOLD] = "1"

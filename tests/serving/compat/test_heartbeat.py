@@ -136,13 +136,13 @@ def test_health_fails_for_an_engine_that_does_not_answer(patched, monkeypatch):
 
 ORPHAN = """
 import multiprocessing, os, signal, sys, time
-from npu_gptoss.serving.compat.server import heartbeat as pulse
-pulse.LAST_WILL = 0.5
+from npu_gptoss.serving import children
+children.LAST_WILL = 0.5
+children.install()
 
 def child(stubborn):
     if stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pulse.become_child()
     os.write(1, b"%d\\n" % os.getpid())  # at once: two children write
     time.sleep(30)
 
@@ -171,10 +171,10 @@ def test_engine_ends_with_its_server_but_a_users_process_does_not(name: str, lef
 
 INTERRUPTED = """
 import multiprocessing, os, signal, sys, time
-from npu_gptoss.serving.compat.server import heartbeat as pulse
+from npu_gptoss.serving import children
+children.install()
 
 def child():
-    pulse.become_child()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -3,19 +3,12 @@
 vLLM's server only knows whether the engine's process exists. It notices neither a stopped process nor an endless step,
 and knows no cause of death. The message is sent as the result of a utility call that was never made: over vLLM's own
 channel and without a question, so that `/health` answers at once however busy the engine is.
-
-In the other direction, an engine or worker ends itself when its parent is gone. Until then the parent decides: Ctrl-C
-in a terminal reaches all processes of a server, but the requests in flight still need theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import multiprocessing
-import os
-import signal
 import sys
 import threading
 import time
@@ -34,8 +27,6 @@ CALL = -2  # vLLM numbers its calls by time, all above 0; -1 is a notification o
 INTERVAL = 1.0  # seconds between two messages
 SILENCE = 10.0  # seconds without a message after which an engine counts as hung
 GRACE = 2.0  # seconds that a silent engine gets when /health asks: the server itself may have been busy
-CHILDREN = ("EngineCore", "VllmWorker")  # vLLM's names of the processes that must not outlive their parent
-LAST_WILL = 5.0  # seconds that such a process gets between SIGTERM and SIGKILL
 
 
 class Pulse:
@@ -133,13 +124,12 @@ def _beat(reference: Callable[[], Any]) -> None:
 
 @repair(
     "engine-pulse",
-    f"{CORE}:EngineCoreProc.__init__ .process_output_sockets ._send_engine_dead",
+    f"{CORE}:EngineCoreProc.process_output_sockets ._send_engine_dead",
     releases=BOTH,
     until="0.33",
 )
 def install_engine(core: ModuleType) -> None:
-    """The server knows neither whether its engine answers nor why it died; an engine outlives a server that was killed;
-    Ctrl-C in the server's terminal ends the engine before the requests in flight."""
+    """The server knows neither whether its engine answers nor why it died."""
     proc = core.EngineCoreProc
     expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
     expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
@@ -155,48 +145,3 @@ def install_engine(core: ModuleType) -> None:
         error = sys.exc_info()[1]
         _tell(self, "" if error is None else f"{type(error).__name__}: {error}"[:1000])
         original(self)
-
-    _keep_within_parent(proc)
-
-
-@repair("worker-parent", "vllm.v1.executor.multiproc_executor:WorkerProc.__init__", releases=BOTH, until="0.33")
-def install_worker(executor: ModuleType) -> None:
-    """A worker that hangs in an operation outlives an engine that was killed, and keeps its device; Ctrl-C in the
-    server's terminal ends it before the requests in flight."""
-    _keep_within_parent(executor.WorkerProc)
-
-
-def _keep_within_parent(proc: type) -> None:
-    @around(proc, "__init__")
-    def __init__(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-        become_child()
-        original(self, *args, **kwargs)
-
-    become_child()  # a spawned process loads this after its constructor has begun
-
-
-@functools.cache
-def _watch(pid: int) -> None:
-    """Watches the parent, once in the process `pid`; a forked process has its own pid and its own watch."""
-    parent = multiprocessing.parent_process()
-
-    def outlive() -> None:
-        parent.join()
-        os.kill(pid, signal.SIGTERM)
-        time.sleep(LAST_WILL)
-        os.kill(pid, signal.SIGKILL)
-
-    threading.Thread(target=outlive, name="npu-gptoss parent", daemon=True).start()
-
-
-def _is_child() -> bool:
-    return bool(multiprocessing.parent_process()) and multiprocessing.current_process().name.startswith(CHILDREN)
-
-
-def become_child() -> None:
-    """Makes an engine or worker of vLLM end with its parent, and leaves Ctrl-C to the parent, which ends the requests
-    in flight first. SIGINT is blocked, because vLLM sets a handler after the constructor. Does nothing in other
-    processes."""
-    if _is_child():
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-        _watch(os.getpid())
