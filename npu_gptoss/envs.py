@@ -100,7 +100,7 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
     known = {*VARIABLES, *(f"{KERNEL_OVERRIDE_PREFIX}{operation}" for operation in KERNEL_OPERATIONS)}
     families = {operation.partition("_")[0] for operation in KERNEL_OPERATIONS}
     for name in sorted(environ):
-        if not name.startswith("NPU_GPTOSS_") or name.startswith("NPU_GPTOSS_EMULATED") or name in known:
+        if not name.startswith("NPU_GPTOSS_") or name in known:
             continue
         family = name.removeprefix(KERNEL_OVERRIDE_PREFIX).partition("_")[0]
         near = difflib.get_close_matches(name, known, 1, 0.9)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ascend_emulator import cards, defects, stacks
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.settings import PREFIX, VENV_VARIABLE, with_new_names
+from ascend_emulator.settings import PREFIX, VENV_VARIABLE
 from ascend_emulator.stacks import CANN, CANN_VERSIONS, Stack
 
 FOLDER = "ascend-emulator"  # in the environment: the libraries, and a folder like a CANN toolkit
@@ -73,7 +73,7 @@ def find_venv(base: Mapping[str, str] = os.environ, stack: Stack | None = None) 
 
     stack: accept this stack only; next to a named environment, its sibling with the stack's suffix is found too.
     """
-    named = with_new_names(base).get(VENV_VARIABLE, "")
+    named = base.get(VENV_VARIABLE, "")
     folder = f".venv-emulated{stack.suffix if stack else ''}"
     repository = Path(__file__).resolve().parents[2]
     candidates = [Path(named)] if named else [Path(sys.prefix), Path.cwd() / folder, repository / folder]
@@ -107,7 +107,7 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
     library, cann = venv / FOLDER / "lib", toolkit(venv, machine.cann)
     # with TRITON_INTERPRET Triton's interpreter would run instead, and copy to the host
     dropped = ("PYTHONPATH", "PYTHONHOME", *(("TRITON_INTERPRET",) if machine.triton else ()))
-    kept = {name: value for name, value in with_new_names(base).items() if name not in dropped}
+    kept = {name: value for name, value in base.items() if name not in dropped}
     old_libraries = kept.get("LD_LIBRARY_PATH", "")
     return {
         # defaults that the user may override

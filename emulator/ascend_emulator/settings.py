@@ -6,17 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 PREFIX = "ASCEND_EMULATOR"
-OLD_PREFIX = "NPU_GPTOSS_EMULATED"  # from when the emulator was a part of npu-gptoss
 VENV_VARIABLE = f"{PREFIX}_VENV"
-
-
-def with_new_names(variables: Mapping[str, str]) -> dict[str, str]:
-    """Replaces old names of our variables by the present ones; if both are set, the present one counts."""
-    renamed = {PREFIX + k.removeprefix(OLD_PREFIX): v for k, v in variables.items() if k.startswith(OLD_PREFIX)}
-    return renamed | {k: v for k, v in variables.items() if not k.startswith(OLD_PREFIX)}
 
 
 def text(name: str, default: str = "") -> str:

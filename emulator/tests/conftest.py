@@ -6,7 +6,7 @@ import os
 
 import pytest
 from ascend_emulator.launch import EmulationError, find_venv
-from ascend_emulator.settings import VENV_VARIABLE, with_new_names
+from ascend_emulator.settings import VENV_VARIABLE
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
 
@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
         ("long", "what a shorter test shows too"),
     ):
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    if with_new_names(os.environ).get(VENV_VARIABLE):
+    if os.environ.get(VENV_VARIABLE):
         try:
             find_venv()
         except EmulationError as error:

@@ -53,13 +53,6 @@ def test_each_stack_has_its_own_environment_and_its_own_cann(
     assert "runs on CANN 9.1, 9.0 here, not on 8.5" in capsys.readouterr().err
 
 
-def test_old_variable_names_still_count(venv: Path) -> None:
-    assert launch.find_venv({"NPU_GPTOSS_EMULATED_VENV": str(venv)}) == venv.resolve()
-    found = launch.environment(Machine(), venv, {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"})
-    assert found["ASCEND_EMULATOR_TND_WORKSPACE"] == "1"
-    assert not [name for name in found if name.startswith("NPU_GPTOSS")]
-
-
 def test_an_environment_is_prepared_once_for_its_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain `pip install` compiles nothing; other wheels need other libraries."""
     packages, made = tmp_path / "lib/python3.11/site-packages", []
