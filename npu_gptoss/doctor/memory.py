@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +40,39 @@ PRESETS = (
 SIXTEEN = (("gpt-oss-120b on sixteen dies", PUBLISHED_120B, 16),)
 
 
-def choice_of(
-    config: GptOssConfig, ranks: int, length: int, total: int, *utilisation: float, buffsize: int = BUFFSIZE, **how: Any
-) -> Choice:
-    """A server's decision on so many cards. utilisation, how: as of `choose`."""
-    hccl = device_memory.hccl_bytes(ranks, buffsize)
-    return choose(config, Part.of(config, ranks), length, total, *(utilisation or (UTILISATION,)), hccl=hccl, **how)
+@dataclass(frozen=True)
+class Cards:
+    """A model on so many cards of one size. length: --max-model-len. buffsize: HCCL_BUFFSIZE, in MB. in_flight: as of
+    `kv_bytes`."""
 
+    config: GptOssConfig
+    ranks: int
+    length: int
+    total: int
+    buffsize: int = BUFFSIZE
+    in_flight: int | None = None
 
-def settings(
-    config: GptOssConfig,
-    ranks: int,
-    length: int,
-    total: int,
-    buffsize: int = BUFFSIZE,
-    packed: bool = False,
-    in_flight: int | None = None,
-) -> str:
-    """For a card that is nearly full: the settings that fit, and the tokens that each leaves. Empty: none fits."""
+    def choice(self, utilisation: float = UTILISATION, **how: Any) -> Choice:
+        """A server's decision. how: as of `choose`."""
+        how = {"hccl": device_memory.hccl_bytes(self.ranks, self.buffsize), "in_flight": self.in_flight} | how
+        return choose(self.config, Part.of(self.config, self.ranks), self.length, self.total, utilisation, **how)
 
-    def tokens(utilisation: float, buffsize: int) -> int:
-        choice = choice_of(config, ranks, length, total, utilisation, buffsize=buffsize, in_flight=in_flight)
-        return (choice.kept if packed else choice.expanded).tokens
+    def settings(self, packed: bool = False) -> str:
+        """For cards that are nearly full: the settings that fit, and the tokens that each leaves. Empty: none fits."""
 
-    left = {each: tokens(each, buffsize) for each in UTILISATIONS}
-    fitting = [f"{each} for {thousands(left[each])}" for each in UTILISATIONS if left[each]]
-    if not fitting:
-        return ""
-    most, half = max(UTILISATIONS), BUFFSIZE // 2
-    none = "".join(f"{each} leaves no room, " for each in UTILISATIONS if not left[each])
-    words = f"--gpu-memory-utilization {none}{', '.join(fitting)} tokens of context, all requests together"
-    more = tokens(most, half) - left[most]
-    return f"{words}; HCCL_BUFFSIZE={half} adds {thousands(more)}" if more > 0 else words
+        def tokens(cards: Cards, utilisation: float) -> int:
+            choice = cards.choice(utilisation)
+            return (choice.kept if packed else choice.expanded).tokens
+
+        left = {each: tokens(self, each) for each in UTILISATIONS}
+        fitting = [f"{each} for {thousands(left[each])}" for each in UTILISATIONS if left[each]]
+        if not fitting:
+            return ""
+        most, half = max(UTILISATIONS), BUFFSIZE // 2
+        none = "".join(f"{each} leaves no room, " for each in UTILISATIONS if not left[each])
+        words = f"--gpu-memory-utilization {none}{', '.join(fitting)} tokens of context, all requests together"
+        more = tokens(replace(self, buffsize=half), most) - left[most]
+        return f"{words}; HCCL_BUFFSIZE={half} adds {thousands(more)}" if more > 0 else words
 
 
 def packed_line(choice: Choice) -> str:
@@ -88,12 +89,13 @@ def preset_lines(length: int, card: int = CARD, dies: bool = False, in_flight: i
     """The published models in words, on cards of this size; dies: of an A3, which has sixteen."""
     lines = []
     for name, config, ranks in (*PRESETS, *(SIXTEEN if dies else ())):
-        choice = choice_of(config, ranks, length, card, in_flight=in_flight)
+        cards = Cards(config, ranks, length, card, in_flight=in_flight)
+        choice = cards.choice()
         found, token = choice.expanded, device_memory.kv_bytes_per_token(config, Part.of(config, ranks))
         each = " each" if ranks > 1 else ""
-        verdict = settings(config, ranks, length, card, in_flight=in_flight) or "does not fit"
-        if found.tokens:
-            verdict = f"leaves room for about {thousands(found.tokens)} tokens of context, all requests together"
+        verdict = f"leaves room for about {thousands(found.tokens)} tokens of context, all requests together"
+        if not found.tokens:
+            verdict = cards.settings() or "does not fit"
         lines.append(
             f"{name} of {gib(card)}: {gib(found.weights)} of BF16 weights{each}, "
             f"{_token(token, in_flight)} of KV cache a token{each}; {verdict}; {packed_line(choice)}"
@@ -142,7 +144,7 @@ def memory(
         yield failed(f"{objection.finding}.", objection.advice)
         return
     if device is None:
-        found = choice_of(config, ranks, length, 0).expanded
+        found = Cards(config, ranks, length, 0).choice().expanded
         need = f"{gib(found.weights)} for weights and {gib(found.kv)} for {length} tokens of KV cache"
         yield not_applicable(f"No device is usable; each of {ranks} would need {need}.", details=presets)
         return
@@ -153,10 +155,8 @@ def memory(
         objection = "" if triton else "Triton-Ascend is not installed"
         if config.quantization is None:
             objection = "the checkpoint's experts are not in MXFP4"
-        total = device.total
-        how = {"objection": objection, "wish": wish, "in_flight": in_flight}
-        choice = choice_of(config, ranks, length, total, buffsize=buffsize, **how)
-        yield _on_npu(config, ranks, device, choice, presets, buffsize, in_flight)
+        cards = Cards(config, ranks, length, device.total, buffsize, in_flight)
+        yield _on_npu(cards, device, cards.choice(objection=objection, wish=wish), presets)
     else:
         if device.mxfp4 and config.quantization and (uncut := uncut_objection(config.intermediate_size, ranks)):
             yield warning(f"{uncut.finding}.", uncut.advice)
@@ -180,15 +180,7 @@ def _context(found: Fit) -> str:
     return f"about {thousands(found.tokens)} tokens of context fit, all requests together"
 
 
-def _on_npu(
-    config: GptOssConfig,
-    ranks: int,
-    device: Device,
-    choice: Choice,
-    presets: tuple[str, ...],
-    buffsize: int,
-    in_flight: int | None,
-) -> Finding:
+def _on_npu(cards: Cards, device: Device, choice: Choice, presets: tuple[str, ...]) -> Finding:
     """A server's decision on an NPU, at vLLM's default utilisation."""
     found, other, more = choice.fit, "", ""
     what = "weights, experts packed in MXFP4 and one layer's in BF16," if choice.packed else "BF16 weights"
@@ -196,13 +188,13 @@ def _on_npu(
     beside = (
         f" beside {gib(found.hccl)} of HCCL's buffers and {gib(device_memory.RESERVE)} for activations and the driver"
     )
-    if not choice.packed and config.quantization is not None:
+    if not choice.packed and cards.config.quantization is not None:
         other = f"Experts {packed_line(choice)} ({choice.objection or f'{device_memory.VARIABLE}=packed'}). "
         more = other if choice.kept.tokens > found.tokens else ""
     if not found.fits(max(UTILISATIONS), 0):  # the certain part; the reserve is a rule of thumb
         return failed(f"{sentence}: that does not fit{beside}.", f"{more}{SMALLER}", details=presets)
     if not found.fits():
-        ways = settings(config, ranks, found.length, found.total, buffsize, choice.packed, in_flight)
+        ways = cards.settings(choice.packed)
         remedy = f"{ways}. If start-up runs out of memory: {SMALLER.lower()}" if ways else SMALLER
         return warning(f"{sentence}: that is tight{beside}.", f"{more}{remedy}", details=presets)
     return ok(f"{sentence}; {_context(found)}.", details=(other.strip(), *presets) if other else presets)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss.doctor.memory import CARD, PUBLISHED_20B, PUBLISHED_120B, choice_of
+from npu_gptoss.doctor.memory import CARD, PUBLISHED_20B, PUBLISHED_120B, Cards
 from npu_gptoss.model.device_memory import Part, gib, kv_bytes_per_token, thousands
 from npu_gptoss.serving.ascend.sizes import most_sizes
 from scripts.docs.tables import PAGES, Tables
@@ -42,7 +42,7 @@ def test_the_table_of_memory_is_the_doctors_arithmetic(page: str, config: object
     wanted = []
     for ranks in cards:
         for utilisation in (0.85, 0.9, 0.95, 0.97):
-            found = choice_of(config, ranks, 16384, CARD, utilisation).expanded
+            found = Cards(config, ranks, 16384, CARD).choice(utilisation).expanded
             token = f"{kv_bytes_per_token(config, Part.of(config, ranks)) // 1024} KiB"
             whole = [f"{found.tokens // length}" for length in (16384, 131072)]
             wanted.append([str(utilisation), gib(found.weights), token, thousands(found.tokens), *whole])

@@ -189,10 +189,10 @@ def test_the_buffer_of_dispatch_is_not_reckoned_without_a_device(tmp_path):
 
 def test_packed_experts_name_what_lacks_and_a_utilisation_that_fits():
     """gpt-oss-120b on four 64 GB cards as upstream's tutorial serves it in BF16."""
-    said = memory.choice_of(memory.PUBLISHED_120B, 4, 4096, memory.CARD, buffsize=512).sentence()
+    said = memory.Cards(PUBLISHED_120B, 4, 4096, memory.CARD, buffsize=512).choice().sentence()
     assert "experts stay packed" in said
     assert "3113 MiB lack; --gpu-memory-utilization 0.95 expands them" in said
-    assert "0.95 expands" not in memory.choice_of(memory.PUBLISHED_120B, 2, 4096, memory.CARD).sentence()
+    assert "0.95 expands" not in memory.Cards(PUBLISHED_120B, 2, 4096, memory.CARD).choice().sentence()
 
 
 def test_an_a3_has_a_preset_of_sixteen_dies():
