@@ -8,18 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from npu_gptoss.dense import (
-    Shortlist,
-    add_norm,
-    greedy,
-    logits,
-    operations,
-    output,
-    qkv,
-    rotate_write,
-    router,
-    token,
-)
+from npu_gptoss import dense
+from npu_gptoss.dense import operations
 from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.kernels import Operation
 from npu_gptoss.moe.operations import FEW_ROWS
@@ -86,55 +76,39 @@ def _traits(operation: Operation, inputs: Inputs) -> Mapping[str, object]:
     return calls.get(operation, operations.logits_call)(len(x), x.dtype, inputs["weight"])[1]
 
 
-def run_qkv(inputs: Inputs, kernel: str | None) -> Outputs:
-    residual, query = qkv(**inputs, kernel=kernel)
-    caches = {name: inputs[name] for name in ("key_cache", "value_cache")}
-    return {"residual": residual, "query": query, **caches}
-
-
-def run_rotate_write(inputs: Inputs, kernel: str | None) -> Outputs:
-    """Of padding rows only that they are not stored."""
-    query = rotate_write(**inputs, kernel=kernel)[: inputs["metadata"].num_tokens]
-    return {"query": query, **{name: inputs[name] for name in ("key_cache", "value_cache")}}
-
-
-def run_output(inputs: Inputs, kernel: str | None) -> Outputs:
-    return {"out": output(**inputs, kernel=kernel)}
-
-
-def run_router(inputs: Inputs, kernel: str | None) -> Outputs:
-    residual, normed, weights, ids = router(**inputs, kernel=kernel)
-    return {"residual": residual, "normed": normed, "weights": weights, "ids": ids.to(torch.int64)}
-
-
-def run_add_norm(inputs: Inputs, kernel: str | None) -> Outputs:
-    return dict(zip(("residual", "normed"), add_norm(**inputs, kernel=kernel), strict=True))
-
-
-def run_logits(inputs: Inputs, kernel: str | None) -> Outputs:
-    shape = inputs["normed"].shape[0], inputs["weight"].shape[0]
-    return {"out": logits(**inputs, out=inputs["normed"].new_full(shape, UNTOUCHED), kernel=kernel)}
-
-
-def run_greedy(inputs: Inputs, kernel: str | None) -> Outputs:
-    return {"ids": greedy(inputs["logits"], kernel=kernel)}
-
-
-def run_token(inputs: Inputs, kernel: str | None) -> Outputs:
-    return {"ids": token(**inputs, shortlist=Shortlist.of(inputs["weight"]), kernel=kernel)}
+def run_dense(inputs: Inputs, kernel: str | None, operation: Operation, names: tuple[str, ...]) -> Outputs:
+    """The results by their names, and the caches where the operation writes them."""
+    more: dict[str, object] = {}
+    if operation == LOGITS:
+        more["out"] = inputs["normed"].new_full((len(inputs["normed"]), len(inputs["weight"])), UNTOUCHED)
+    if operation == TOKEN:
+        more["shortlist"] = dense.Shortlist.of(inputs["weight"])
+    found = getattr(dense, operation.mode)(**inputs, **more, kernel=kernel)
+    results = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+    if operation == ROTATE_WRITE:  # of padding rows only that they are not stored
+        results["query"] = results["query"][: inputs["metadata"].num_tokens]
+    if "ids" in results:
+        results["ids"] = results["ids"].to(torch.int64)
+    return results | {name: inputs[name] for name in ("key_cache", "value_cache") if name in inputs}
 
 
 _WEIGHTED = {"hidden": FLOATS, "weight": FLOATS}
 CHECKS = tuple(
-    Check(operation, functools.partial(dense_calls, operation=operation), run, dtypes, precisions)
-    for operation, run, dtypes, precisions in (
-        (QKV, run_qkv, {**_WEIGHTED, "kv": FLOATS}, {}),
-        (ROTATE_WRITE, run_rotate_write, {"qkv": FLOATS, "kv": FLOATS}, {}),
-        (OUTPUT, run_output, _WEIGHTED, {}),
-        (ROUTER, run_router, _WEIGHTED, {}),
-        (ADD_NORM, run_add_norm, {"hidden": FLOATS}, {}),
-        (LOGITS, run_logits, _WEIGHTED, {}),
-        (TOKEN, run_token, _WEIGHTED, {"ids": "exact"}),
-        (GREEDY, run_greedy, {"logits": FLOATS}, {"ids": "exact"}),
+    Check(
+        operation,
+        functools.partial(dense_calls, operation=operation),
+        functools.partial(run_dense, operation=operation, names=names),
+        dtypes,
+        precisions,
+    )
+    for operation, names, dtypes, precisions in (
+        (QKV, ("residual", "query"), {**_WEIGHTED, "kv": FLOATS}, {}),
+        (ROTATE_WRITE, ("query",), {"qkv": FLOATS, "kv": FLOATS}, {}),
+        (OUTPUT, ("out",), _WEIGHTED, {}),
+        (ROUTER, ("residual", "normed", "weights", "ids"), _WEIGHTED, {}),
+        (ADD_NORM, ("residual", "normed"), {"hidden": FLOATS}, {}),
+        (LOGITS, ("out",), _WEIGHTED, {}),
+        (TOKEN, ("ids",), _WEIGHTED, {"ids": "exact"}),
+        (GREEDY, ("ids",), {"logits": FLOATS}, {"ids": "exact"}),
     )
 )
