@@ -75,15 +75,15 @@ def run(args: argparse.Namespace) -> int:
     session.print_head(DEFINITIONS, device, ceilings, args.gpu_price)
     print(HEAD)
     kept = session.Kept(args, "kernel", DEFINITIONS, device, ceilings)
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     with kernels_for(device):
         for case in (case for name in operations for case in CASES[name](inputs, points)):
             for found in run_kernels(case, device, args.kernel, ceilings, args.samples):
                 if isinstance(found, dict):
                     print(line(found), flush=True)
                     kept.add(found)
-                elif found not in told:
-                    told.add(found)
+                elif found not in reported:
+                    reported.add(found)
                     print(f" {found[0]}: not measured ({case.name}): {found[1]}", file=sys.stderr)
     if not kept.end():
         raise InputError("no kernel could run any of these cases; standard error says why for each")

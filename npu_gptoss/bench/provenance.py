@@ -64,9 +64,8 @@ def commit() -> str:
 
     A checkout with changed tracked files gives "<commit>-dirty".
     """
-    told = envs.get("NPU_GPTOSS_COMMIT")
-    if told:
-        return told
+    if named := envs.get("NPU_GPTOSS_COMMIT"):
+        return named
     if not (PACKAGE.parent / ".git").exists():
         return UNKNOWN  # installed: a repository further up is another project
     command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]

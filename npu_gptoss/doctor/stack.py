@@ -148,11 +148,11 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
         yield ok(f"vllm-ascend {release}{device}{'' if row.vllm_ascend.has(release) else like}.")
     yield from _triton_ascend(here)
     wanted, set_to = row.vllm.recommended, here.environ.get("VLLM_VERSION", "")
-    told = set_to or own_version(here.package("vllm")) or wanted
-    if row.asks_vllm and told != wanted:
+    given = set_to or own_version(here.package("vllm")) or wanted
+    if row.asks_vllm and given != wanted:
         asked = "VLLM_VERSION" if set_to else "vllm.__version__"
         yield failed(
-            f"{asked} is {told}, beside vLLM {here.vllm}: vllm-ascend {row.asks_vllm}.",
+            f"{asked} is {given}, beside vLLM {here.vllm}: vllm-ascend {row.asks_vllm}.",
             f"`export VLLM_VERSION={wanted}` in the shell that starts the server; scripts/serve.sh does.",
         )
 

@@ -47,8 +47,7 @@ def example(operation: Operation, **settings: object) -> Described:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True)
-    listing = commands.add_parser("list", help="every kernel, by operation, highest priority first")
-    listing.add_argument("--json", action="store_true", help="print one JSON list")
+    commands.add_parser("list", help="every kernel, by operation, highest priority first")
     why = commands.add_parser("explain", help="which kernel a gpt-oss call runs, and why the others fall out")
     why.add_argument("operation", nargs="?", help="for example attention.paged; default: all")
     why.add_argument("--platform", choices=KINDS, help="as on a supported machine of that kind (default: this one)")
@@ -84,12 +83,7 @@ def _settings(pairs: list[str]) -> dict[str, object]:
     return settings
 
 
-def _list(as_json: bool) -> None:
-    rows = [(operation, kernel) for operation in _operations(None) for kernel in registry.kernels_of(operation)]
-    if as_json:
-        fields = ("name", "family", "mode", "solution", "priority", "origin", "summary")
-        print(json.dumps([{f: getattr(kernel, f) for f in fields} for _, kernel in rows], indent=1))
-        return
+def _list() -> None:
     for operation in _operations(None):
         print(f"{operation.name}: {operation.summary}")
         for kernel in registry.kernels_of(operation):
@@ -109,7 +103,7 @@ def _explain(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     load_kernels()
     if args.action == "list":
-        _list(args.json)
+        _list()
         return 0
     with platform_override(SUPPORTED[args.platform] if args.platform else current_platform()):
         return _explain(args)

@@ -153,14 +153,6 @@ def test_driver(tmp_path, info, state, phrase):
     only(cann.driver(ascend(tmp_path)), state, phrase)
 
 
-@pytest.mark.parametrize(
-    ("version", "state"), [("25.0.rc1.1", "warning"), ("25.2.0", "ok"), ("25.5.1", "ok"), ("26.1.0", "ok")]
-)
-def test_a_driver_of_cann_9_1s_table_is_no_warning(tmp_path, version, state):
-    install_driver(tmp_path, version)
-    only(cann.driver(ascend(tmp_path, ASCEND_9_1_PACKAGES)), state, version)
-
-
 def test_device_files(tmp_path, monkeypatch):
     only(cann.device_files(ascend(tmp_path)), "failed", "/dev/davinci0", "/dev/hisi_hdc", "--device /dev/davinci<n>")
     for name in ("davinci0", "davinci5", "davinci_manager", "devmm_svm"):
