@@ -69,7 +69,8 @@ class Asked:
             channel, text = self.continued
             ids += encoder.header(channel) + encoder.text(text)
         if limit is not None:
-            check_length(limit, len(ids), self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens"))
+            most = self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens") or 0
+            check_length(limit, len(ids), int(float(most)))  # vLLM's request class reads "5" as 5
         return ids
 
     def turn(self, encoder: Encoder) -> Turn:

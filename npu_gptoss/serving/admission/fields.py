@@ -70,6 +70,12 @@ def _prompts(value: Any, limits: Limits, name: str) -> None:
         token_ids("vocab_size")(item, limits, f"{name}[{index}]")
 
 
+def _token(value: str, limits: Limits, name: str) -> None:
+    if as_number(value) is None:
+        raise refuse(name, "token ids as keys", value)
+    integer(0, "last_token")(value, limits, name)
+
+
 _NAMED_SCHEMA = fields_of({"schema": SCHEMA})
 _FORMAT = fields_of({"json_schema": _NAMED_SCHEMA, "structures": objects(256, {"schema": SCHEMA})})
 
@@ -141,7 +147,7 @@ SAMPLING: Fields = QUEUED | {
     "stop": texts(256, 4096),
     "stop_token_ids": token_ids("vocab_size", 1024),
     "allowed_token_ids": token_ids("tokenizer_size", empty=False),
-    "logit_bias": mapping(2048, keys=integer(0, "last_token"), values=number(None)),
+    "logit_bias": mapping(2048, keys=_token, values=number(None)),
     "stream_options": fields_of({}),
     "response_format": _response_format,
     "structured_outputs": fields_of(STRUCTURED),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from npu_gptoss.frontend.chat import PASSED
 from npu_gptoss.harmony.encoding import ContextError
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
 from npu_gptoss.serving.openai.release import release
@@ -59,9 +61,16 @@ def refusal(error: Exception) -> Any:
     if callable(getattr(error, "errors", None)):  # pydantic's
         found = misread(error.errors())
         return refused(found.message, found.param)
-    param = getattr(error, "param", None) or getattr(error, "parameter", None)
+    param = getattr(error, "param", None) or getattr(error, "parameter", None) or _field(str(error))
     said = escaped(str(error), 1000) or type(error).__name__
     return refused(said, param, int(getattr(error, "status_code", HTTPStatus.BAD_REQUEST)))
+
+
+def _field(message: str) -> str | None:
+    """Returns the sampling field that a message of vLLM's names: in backticks, or as its first word."""
+    named = re.match(r"(\w+) (?:must|should|cannot) |[^`]*`(\w+)`", message)
+    name = named and (named[1] or named[2])
+    return name if name in PASSED else None
 
 
 def engine_ended() -> type[Exception]:
@@ -87,11 +96,12 @@ def misread(errors: Sequence[Any], body: Any = None) -> Refusal:
         return Refusal(escaped(str(errors[0] if errors else "The request cannot be read.")))
     paths = [_path(error.get("loc", ()), body) for error in errors]
     deepest = max(range(len(errors)), key=lambda number: len(paths[number]))
-    error, param = errors[deepest], _spelled(paths[deepest]) or None
+    error, param = errors[deepest], _spelled(paths[deepest])
     said = escaped(str(error.get("msg", "invalid")), 300).removeprefix("Value error, ").removesuffix(".")
+    said, _, named = said.removesuffix(")").partition(" (parameter=")  # of vLLM's own errors
     said = f"expected {said.removeprefix('Input should be ')}" if said.startswith("Input should be ") else said
     got = f", got {shown(error['input'])}" if "input" in error and param and error.get("type") != "missing" else ""
-    return Refusal(f"{f'{param}: ' if param else ''}{said}{got}.", param)
+    return Refusal(f"{f'{param}: ' if param else ''}{said}{got}.", param or named.partition(",")[0] or _field(said))
 
 
 def _path(place: Sequence[Any], body: Any) -> list[Any]:

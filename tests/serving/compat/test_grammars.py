@@ -77,7 +77,8 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputManager:
     monkeypatch.setattr(structured_output, "XgrammarBackend", backend_named("xgrammar"))
     monkeypatch.setattr(structured_output, "GuidanceBackend", backend_named("guidance"))
     tokenizer = "init_tokenizer_from_configs" if OLD else "cached_tokenizer_from_config"
-    monkeypatch.setattr(structured_output, tokenizer, lambda **_: None)
+    plain = types.SimpleNamespace(added_tokens_decoder={}, eos_token_id=0, encode=lambda *_, **__: [])
+    monkeypatch.setattr(structured_output, tokenizer, lambda **_: plain)
     config = types.SimpleNamespace(
         scheduler_config=types.SimpleNamespace(max_num_seqs=4),
         model_config=types.SimpleNamespace(skip_tokenizer_init=False, get_vocab_size=lambda: VOCABULARY),

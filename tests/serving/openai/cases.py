@@ -27,7 +27,7 @@ SAMPLING: dict[str, tuple[Any, str, Any]] = {
     "repetition_penalty": (1.5, "repetition_penalty", 1.5),
     "min_tokens": (2, "min_tokens", 2),
     "max_completion_tokens": (2000, "max_tokens", 2000),
-    "max_tokens": (2001, "max_tokens", 2001),
+    "max_tokens": ("2001", "max_tokens", 2001),
     "max_output_tokens": (2002, "max_tokens", 2002),
     "ignore_eos": (True, "ignore_eos", True),
     "stop_token_ids": ([5], "stop_token_ids", 5),
@@ -133,6 +133,9 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 BY_THE_ENGINE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"n": "two"}, "n"),
+    ({"n": 2, "temperature": 0}, "n"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logit_bias": {"Paris": 1}}, "logit_bias"),
     ({"stop": 3}, "stop"),
     ({"seed": [1]}, "seed"),
     ({"stream": "maybe"}, "stream"),

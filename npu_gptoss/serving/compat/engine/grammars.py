@@ -22,6 +22,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.serving.compat.engine.control_tokens import hold_out
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, failures_of, report, words
 from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair, replace, vllms_own
 from npu_gptoss.serving.compat.targets import RUNNER
@@ -122,6 +123,8 @@ def install_backends(module: ModuleType) -> None:
             own = copy.copy(self)
             own.backend = own.backend_name = None
             _make_backend(original_init, own, request)
+            if name == "xgrammar":
+                hold_out(own.backend, own.tokenizer)
             _expect_layout(self.backend, own.backend, name)
             copies[name] = own
             if self.backend is None:

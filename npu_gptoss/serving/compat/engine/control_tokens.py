@@ -1,0 +1,89 @@
+"""Keeps harmony's control tokens out of the text that a grammar constrains.
+
+xgrammar takes a control token for its letters: within a JSON string `<|end|>` is a text of seven characters. A model
+that writes it there ends its message in the middle of the string, and the answer is no JSON. vLLM 0.33 compiles
+structures with a vocabulary without control tokens, but not structural tags, which its framing of gpt-oss's turns needs
+them for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# Characters that a free text may hold and a literal of a structural tag, such as a function's name, does not.
+FREE = ("é", "中")
+
+
+class ControlTokens:
+    """The special tokens of one tokenizer, without its end of text, which grammars place themselves."""
+
+    def __init__(self, tokenizer: Any, words: int) -> None:
+        """`words`: int32 in a row of the bit mask."""
+        import torch
+
+        added = tokenizer.added_tokens_decoder
+        special = {number for number, token in added.items() if token.special and number < 32 * words}
+        allowed = torch.full((words,), -1, dtype=torch.int32)
+        for number in special - {tokenizer.eos_token_id}:
+            allowed[number // 32] &= ~_bit(number)
+        self._allowed = allowed
+        self._newline = _single(tokenizer, "\n")
+        self._free = [number for number in map(functools.partial(_single, tokenizer), FREE) if number is not None]
+
+    def clear(self, row: torch.Tensor) -> None:
+        """Forbids the control tokens in one row of the bit mask, in place, if that leaves a token."""
+        rest = row & self._allowed
+        if rest.any():
+            row.copy_(rest)
+
+    def in_a_string(self, row: torch.Tensor) -> bool:
+        """Returns whether the row allows any letters but no newline, as JSON's strings do and no literal of a tag."""
+        newline = self._newline is None or allows(row, self._newline)
+        return bool(self._free) and not newline and all(allows(row, number) for number in self._free)
+
+
+def _bit(number: int) -> int:
+    """Returns the token's bit in its int32."""
+    bit = 1 << number % 32
+    return bit - (1 << 32) if bit == 1 << 31 else bit
+
+
+def allows(row: torch.Tensor, number: int) -> bool:
+    """Returns whether a row of the bit mask, int32, allows the token."""
+    return bool(int(row[number // 32]) & _bit(number))
+
+
+def _single(tokenizer: Any, text: str) -> int | None:
+    numbers = tokenizer.encode(text, add_special_tokens=False)
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def hold_out(backend: Any, tokenizer: Any) -> None:
+    """Makes the grammars that vLLM's xgrammar backend compiles from now on forbid control tokens within their text."""
+    compile_grammar: Callable[..., Any] = backend.compile_grammar
+    filtered = hasattr(backend, "full_vocab_compiler")  # 0.33, whose lark grammars may name control tokens
+
+    @functools.cache
+    def control_tokens(words: int) -> ControlTokens:
+        return ControlTokens(tokenizer, words)
+
+    def compiled(request_type: Any, *arguments: Any, **keywords: Any) -> Any:
+        grammar = compile_grammar(request_type, *arguments, **keywords)
+        fill, literal = grammar.fill_bitmask, filtered or request_type.name == "STRUCTURAL_TAG"
+
+        def fill_bitmask(bitmask: torch.Tensor, index: int) -> None:
+            fill(bitmask, index)
+            row = bitmask[index]
+            tokens = control_tokens(len(row))
+            if not literal or tokens.in_a_string(row):
+                tokens.clear(row)
+
+        grammar.fill_bitmask = fill_bitmask
+        return grammar
+
+    backend.compile_grammar = compiled

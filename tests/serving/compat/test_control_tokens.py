@@ -1,0 +1,98 @@
+"""Constrained text holds no control token of harmony: in xgrammar's JSON strings `<|end|>` would be seven letters."""
+
+from __future__ import annotations
+
+import json
+import types
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from npu_gptoss.serving.compat.engine.control_tokens import allows, hold_out
+from tests.harmony.conftest import tokenizer_files
+from tests.serving.compat.of_release import LINE
+
+pytestmark = pytest.mark.serving
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CONTROL = {"<|end|>": 200007, "<|call|>": 200012, "<|channel|>": 200005, "<|start|>": 200006, "<|message|>": 200008}
+RETURN = 200002
+TAG = {
+    "structures": [{"begin": "<|channel|>final<|message|>", "schema": SCHEMA, "end": "<|end|>"}],
+    "triggers": ["<|channel|>"],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_files(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture
+def backend(tokenizer: Any) -> XgrammarBackend:
+    structures = types.SimpleNamespace(disable_any_whitespace=False)
+    config = types.SimpleNamespace(structured_outputs_config=structures, speculative_config=None, model_config=None)
+    return XgrammarBackend(config, tokenizer=tokenizer, vocab_size=201_088)
+
+
+class Walk:
+    """A grammar and the mask behind the tokens of some texts."""
+
+    def __init__(self, backend: Any, tokenizer: Any, kind: str, spec: Any) -> None:
+        self.grammar = backend.compile_grammar(StructuredOutputOptions[kind], spec)
+        self.mask, self.tokenizer = backend.allocate_token_bitmask(2), tokenizer
+
+    def behind(self, text: str) -> torch.Tensor:
+        assert self.grammar.accept_tokens("r", self.tokenizer.encode(text, add_special_tokens=False))
+        self.grammar.fill_bitmask(self.mask, 1)
+        return self.mask[1]
+
+    def control(self) -> set[str]:
+        return {name for name, number in CONTROL.items() if allows(self.mask[1], number)}
+
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "spec", "text", "rest"),
+    [
+        ("JSON", json.dumps(SCHEMA), '{"city":"Paris', '"}'),
+        ("JSON_OBJECT", "", '{"a":"Paris', '"}'),
+        ("REGEX", '"[^"]*"', '"Paris', '"'),
+        ("GRAMMAR", 'root ::= "<" [^>]* ">"', "<Paris", ">"),
+    ],
+    ids=["json", "json_object", "regex", "grammar"],
+)
+
+
+@KINDS
+def test_constrained_text_holds_no_control_token(backend, tokenizer, kind, spec, text, rest):
+    hold_out(backend, tokenizer)
+    walk = Walk(backend, tokenizer, kind, spec)
+    inside = walk.behind(text)
+    assert not walk.control()
+    assert allows(inside, tokenizer.encode("é", add_special_tokens=False)[0])
+    assert allows(walk.behind(rest), RETURN)
+
+
+@KINDS
+@pytest.mark.skipif(LINE == "0.33", reason="its own vocabulary of a structure has no control tokens")
+def test_stock_takes_control_tokens_for_letters(backend, tokenizer, kind, spec, text, rest):
+    walk = Walk(backend, tokenizer, kind, spec)
+    walk.behind(text)
+    assert walk.control() == set(CONTROL)
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+def test_a_tag_keeps_the_control_tokens_of_its_frame_only(backend, tokenizer, repaired):
+    if repaired:
+        hold_out(backend, tokenizer)
+    walk = Walk(backend, tokenizer, "STRUCTURAL_TAG", json.dumps(TAG))
+    walk.behind("hm\n")
+    assert "<|channel|>" in walk.control()
+    walk.behind("<|channel|>final<|message|>" + '{"city":"Paris')
+    assert walk.control() == (set() if repaired else set(CONTROL))
+    assert allows(walk.behind('"}'), CONTROL["<|end|>"])
