@@ -51,7 +51,7 @@ def _wrong(directory: Path, why: str, field: str, remedy: str = "Merge it with p
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to `view` of the official tensor `name`. factors: `A`, `B`, of DoRA `magnitude_vector`."""
+    """An adapter's addition to `view` of the official tensor `name`. factors: `A`, `B`, of DoRA `magnitude_vector`."""
 
     name: str
     factors: Mapping[str, StoredTensor]
@@ -191,7 +191,7 @@ def factors(deltas: Sequence[Delta], shape: tuple[int, ...]) -> tuple[torch.Tens
 def _fits(
     module: str, stored: Mapping[str, StoredTensor], config: GptOssConfig, specs: Mapping[str, TensorSpec]
 ) -> list[Delta]:
-    """What the factors of a module may be: nothing, one delta, or, of square experts, one in each layout."""
+    """The deltas that a module's factors fit: none, one, or, of square experts, one in each layout."""
     name, embedding = unwrapped(module), "embedding_A" in stored
     factors = {kind.removeprefix("embedding_"): tensor for kind, tensor in stored.items()}
     a, b = (factors[letter].shape if letter in factors else () for letter in "AB")
@@ -237,7 +237,7 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def check_together(adapters: list[Adapter]) -> None:
-    """Several adapters add up; what one replaces or rescales no other may touch."""
+    """Several adapters add up; a tensor that one replaces or rescales is no other's."""
     for number, adapter in enumerate(adapters):
         others = {
             name for other in adapters[:number] + adapters[number + 1 :] for name in (*other.deltas, *other.replaced)

@@ -117,7 +117,7 @@ def dequantised(tensor: torch.Tensor, scale: torch.Tensor, block: list[int], nam
 
 
 def open_source(directory: Path) -> Source:
-    """Reads headers and config.json. Raises InputError, which names the tool that wrote what cannot be converted."""
+    """Reads headers and config.json. Raises InputError, which names the tool whose files cannot be converted."""
     if not is_directory(directory):
         refuse_foreign(directory)
         raise CheckpointError(
@@ -204,7 +204,7 @@ def _open(directory: Path, found: dict[str, StoredTensor], values: Mapping[str, 
 
 
 def _config(values: Mapping[str, Any], experts: int | None, packed: bool) -> tuple[GptOssConfig, list[str]]:
-    """The numbers of config.json, and what was corrected in them. experts: rows of the router, which count."""
+    """The numbers of config.json, and notes on the corrected ones. experts: rows of the router, which count."""
     notes = []
     values = _published(values) if "rope_scaling_factor" in values else dict(values)
     for name in ("quantization_config", "compression_config", "torch_dtype", "dtype"):

@@ -63,7 +63,7 @@ def alone(name: str, seen: Device) -> list[Finding]:
 
 
 def _child(order: dict[str, Any], limit: int, environ: Mapping[str, str]) -> Iterator[str | Finding | Device | End]:
-    """What it sends, as it sends it, then its End. A text is the name of a check that begins."""
+    """The child's messages as they come, then its End. A text is the name of a check that begins."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     command = [sys.executable, "-m", __spec__.name, json.dumps({**order, "report": writer.fileno()})]
     deadline, how = time.monotonic() + limit, f"did not end within {limit} s"

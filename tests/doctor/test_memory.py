@@ -248,6 +248,7 @@ def test_cards_that_are_not_here_can_be_reckoned_with(model, here):
 def test_without_model_config_or_device_the_presets_are_shown(model, tmp_path):
     finding = only(memory.memory(None, 16384, 1, CARD), "not applicable", "No --model")
     assert finding.details == memory.preset_lines(16384)
+    assert memory.preset_lines(16384, MEMORY["910B4"])[1].endswith("which leave no room")
     (tmp_path / "empty").mkdir()
     only(memory.memory(tmp_path / "empty", 16384, 1, CARD), "not applicable", "see checkpoint")
     only(memory.memory(model, 16384, 4, None), "not applicable", "No device is usable; each of 4 would need")

@@ -73,10 +73,6 @@ def test_logits_of_the_last_tokens_equal_the_logits_of_all(engine, prompts, expe
     assert worst(found, wanted) < TOLERANCE
 
 
-def test_logits_of_each_prompt_alone_equal_transformers(engine, prompts, expected_logits) -> None:
-    assert worst([engine.logits(prompt) for prompt in prompts], expected_logits) < TOLERANCE
-
-
 @pytest.mark.parametrize(("max_batch_tokens", "block_size"), [(100, 16), (127, 7), (33, 128)])
 def test_chunks_that_cross_the_window_equal_transformers(
     directory: Path,
@@ -100,11 +96,6 @@ def test_greedy_tokens_equal_transformers_in_a_batch(engine, prompts, expected_t
     assert tokens(results) == expected_tokens
     assert {result.finish_reason for result in results} == {"length"}
     assert len(set(expected_tokens[-1])) > 10  # no loop over a few tokens, which any model would agree on
-
-
-def test_greedy_tokens_equal_transformers_one_by_one(engine, prompts, expected_tokens) -> None:
-    alone = [engine.generate([prompt], SamplingParams(max_tokens=GREEDY))[0] for prompt in prompts]
-    assert tokens(alone) == expected_tokens
 
 
 # Step by step
