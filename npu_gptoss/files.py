@@ -27,7 +27,6 @@ MOST_BYTES = {
     "tokenizer.json": 500 * MIB,
     "chat_template.jinja": 10 * MIB,
 }
-MOST_HEADER_BYTES = 20 * MIB  # of a safetensors file; the format allows 100 MB, gpt-oss has 700 tensors of 100 bytes
 MOST_DEPTH = 50  # of nested lists and objects
 _MOST_DIGITS = 400  # of a whole number, as many as a float can hold
 _AGAIN, _CHECK = "Download it again.", "Check the path and its permissions."

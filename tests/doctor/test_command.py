@@ -112,7 +112,7 @@ def test_damaged_checkpoint_ends_with_one_and_a_remedy(tiny, tmp_path, capsys, m
     assert command.run(options("--model", str(damaged), "--max-model-len", "4096")) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "failed checkpoint:" in text
-    assert "model.safetensors: the file is truncated" in text
+    assert "model.safetensors: the file is truncated or damaged" in text
     assert "→ The download is incomplete or damaged: download the file again." in text
     assert "ok vocabulary" in text, "one failure hides no other check"
 

@@ -86,44 +86,34 @@ def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
     assert torch.equal(read_tensor(found["c"]), TENSORS["c"])
 
 
-HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty file": (lambda p: p.write_bytes(b""), "truncated within its header"),
-    "cut in the length": (lambda p: p.write_bytes(b"\x10\0\0"), "truncated within its header"),
-    "cut in the header": (lambda p: raw_file(p, b'{"a', length=500), "truncated within its header"),
-    "not safetensors": (lambda p: p.write_bytes(b"PK\x03\x04" + bytes([255]) * 64), "expected a safetensors file"),
-    "lfs pointer": (
-        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
-        "Git LFS pointer.*git lfs pull",
-    ),
-    "no json": (lambda p: raw_file(p, b"{nonsense"), "safetensors header, but"),
-    "no object": (lambda p: raw_file(p, [1]), "no JSON object"),
-    "name twice": (
-        lambda p: raw_file(p, b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', b"x"),
-        "'a' is there twice",
-    ),
-    "no offsets": (lambda p: raw_file(p, {"a": {"dtype": "U8", "shape": [1]}}), "a has no dtype, shape and data_off"),
-    "negative shape": (lambda p: raw_file(p, {"a": entry(0, 1, shape=[-1])}, b"x"), "make no sense"),
-    "shape of truth values": (lambda p: raw_file(p, {"a": entry(0, 1, shape=[True])}, b"x"), "make no sense"),
-    "offsets reversed": (lambda p: raw_file(p, {"a": entry(1, 0, shape=[1])}, b"x"), "make no sense"),
-    "size against shape": (
-        lambda p: raw_file(p, {"a": entry(0, 6, dtype="F32", shape=[2])}, b"x" * 6),
-        r"a of shape \[2\] and dtype F32 cannot have 6 bytes",
-    ),
-    "data cut": (lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(4, 9)}, b"x" * 7), "truncated: b ends at byte"),
-    "data too long": (lambda p: raw_file(p, {"a": entry(0, 4)}, b"x" * 5), "by its header, got"),
-    "gap": (lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(5, 9)}, b"x" * 9), "b should start at byte"),
-    "overlap": (lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(3, 9)}, b"x" * 9), "b should start at byte"),
+HEADERS: dict[str, Callable[[Path], object]] = {
+    "empty file": lambda p: p.write_bytes(b""),
+    "cut in the header": lambda p: raw_file(p, b'{"a', length=500),
+    "not safetensors": lambda p: p.write_bytes(b"PK\x03\x04" + bytes([255]) * 64),
+    "no json": lambda p: raw_file(p, b"{nonsense"),
+    "no offsets": lambda p: raw_file(p, {"a": {"dtype": "U8", "shape": [1]}}),
+    "size against shape": lambda p: raw_file(p, {"a": entry(0, 6, dtype="F32", shape=[2])}, b"x" * 6),
+    "data cut": lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(4, 9)}, b"x" * 7),
+    "data too long": lambda p: raw_file(p, {"a": entry(0, 4)}, b"x" * 5),
+    "gap": lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(5, 9)}, b"x" * 9),
+    "overlap": lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(3, 9)}, b"x" * 9),
 }
 
 
 @pytest.mark.parametrize("case", HEADERS)
 def test_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    write, expected = HEADERS[case]
     file = tmp_path / "model.safetensors"
-    write(file)
-    with pytest.raises(CheckpointError, match=expected) as caught:
+    HEADERS[case](file)
+    with pytest.raises(CheckpointError, match=r"truncated or damaged.*download") as caught:
         find_tensors(tmp_path)
     assert str(file) in str(caught.value)
+
+
+def test_lfs_pointer_is_refused_with_its_command(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        find_tensors(tmp_path)
 
 
 def test_dtype_that_torch_lacks_is_kept_in_words(tmp_path: Path) -> None:
