@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import StepMetadata
-from npu_gptoss.dense import reference, rotation, small_ops, triton  # noqa: F401  (registers their kernels)
+from npu_gptoss.dense import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.dense.operations import (
     ADD_NORM,
     GREEDY,

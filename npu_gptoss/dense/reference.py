@@ -15,9 +15,10 @@ are rounded to the dtype of the weights once, at the end.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from npu_gptoss.attention import StepMetadata
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, TOKEN
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 
@@ -35,10 +36,32 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return product if bias is None else product + bias.float()
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, dim]: dimension i turns with dimension i + dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+@register_kernel(
+    ROTATE_WRITE,
+    solution="reference",
+    signatures=(accepts(qkv=FLOATS, kv=FLOATS),),
+    traits={"head_dim": ANY},
+    priority=Priority.REFERENCE,
+)
+def rotate_write(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query: torch.Tensor,
+) -> None:
+    """The definition, one row at a time in fp32. query [tokens, heads, head_dim] is written."""
+    (kv_heads, dim), heads = key_cache.shape[2:], query.shape[1]
+    for row, packed in enumerate(qkv.float().unflatten(-1, (-1, dim))):
+        cos, sin = cos_sin[positions[row]].float().chunk(2)
+        first, second = packed[: heads + kv_heads].chunk(2, -1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        query[row] = turned[:heads].to(query.dtype)
+        if (slot := int(slot_mapping[row])) >= 0:
+            key_cache.flatten(0, 1)[slot] = turned[heads:].to(key_cache.dtype)
+            value_cache.flatten(0, 1)[slot] = packed[heads + kv_heads :].to(value_cache.dtype)
 
 
 @register_kernel(
@@ -62,17 +85,13 @@ def qkv(
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition."""
-    kv_heads, head_dim = key_cache.shape[2:]
     hidden = _add(residual, delta)
-    packed = _linear(_norm(hidden, norm_weight, eps), weight, bias).unflatten(-1, (-1, head_dim))
-    query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    cos, sin = cos_sin[positions].float()[:, None].chunk(2, dim=-1)
-    query, key = _turn(query, cos, sin), _turn(key, cos, sin)
-    for row, slot in enumerate(metadata.slot_mapping[: metadata.num_tokens].tolist()):
-        if slot >= 0:
-            key_cache.flatten(0, 1)[slot] = key[row].to(key_cache.dtype)
-            value_cache.flatten(0, 1)[slot] = value[row].to(value_cache.dtype)
-    return hidden, query.to(weight.dtype)
+    packed = _linear(_norm(hidden, norm_weight, eps), weight, bias)
+    heads, dim = packed.shape[1] // key_cache.shape[3] - 2 * key_cache.shape[2], key_cache.shape[3]
+    query = torch.empty(len(packed), heads, dim, dtype=weight.dtype, device=weight.device)
+    slots = F.pad(metadata.slot_mapping[: metadata.num_tokens], (0, len(packed) - metadata.num_tokens), value=-1)
+    rotate_write(packed, cos_sin, positions, key_cache, value_cache, slots, query)
+    return hidden, query
 
 
 @register_kernel(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from npu_gptoss.attention import StepMetadata, write_kv_cache
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, TOKEN
+from npu_gptoss.attention import StepMetadata
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe import route
@@ -73,29 +73,42 @@ def qkv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch ops, and the attention family's own cache write."""
+    """Plain torch ops."""
     hidden = _add(residual, delta)
     normed = rms_norm(hidden, norm_weight, eps, weight.dtype)
-    packed = F.linear(normed, weight, bias)
-    return hidden, rope_cache(packed, cos_sin, positions, key_cache, value_cache, metadata)
+    packed, dim = F.linear(normed, weight, bias), key_cache.shape[3]
+    query = packed.new_empty(len(packed), packed.shape[1] // dim - 2 * key_cache.shape[2], dim)
+    slots = F.pad(metadata.slot_mapping[: metadata.num_tokens], (0, len(packed) - metadata.num_tokens), value=-1)
+    rotate_write(packed, cos_sin, positions, key_cache, value_cache, slots, query)
+    return hidden, query
 
 
-def rope_cache(
-    packed: torch.Tensor,
+@register_kernel(
+    ROTATE_WRITE,
+    solution="small_ops",
+    signatures=(accepts(qkv=FLOATS, kv=FLOATS),),
+    traits={"head_dim": ANY},
+    priority=Priority.PORTABLE,
+)
+def rotate_write(
+    qkv: torch.Tensor,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: StepMetadata,
-) -> torch.Tensor:
-    """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
-    kv_heads, head_dim = key_cache.shape[2:]
-    packed = packed.unflatten(-1, (-1, head_dim))
-    query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    cos, sin = cos_sin[positions].chunk(2, dim=-1)
-    query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-    write_kv_cache(key, value, key_cache, value_cache, metadata)
-    return query
+    slot_mapping: torch.Tensor,
+    query: torch.Tensor,
+) -> None:
+    """Plain torch ops; the host waits for the slots."""
+    tokens, kv_heads = len(qkv), key_cache.shape[2]
+    cos, sin = cos_sin[positions[:tokens]].float().chunk(2, -1)
+    parts = (query.shape[1], kv_heads, kv_heads)
+    turned, key, value = qkv.unflatten(-1, (-1, key_cache.shape[3])).split(parts, 1)
+    query.copy_(apply_rotary(turned, cos, sin))
+    slots = slot_mapping[:tokens]
+    kept = slots >= 0
+    for new, cache in ((apply_rotary(key, cos, sin), key_cache), (value, value_cache)):
+        cache.view(-1, *cache.shape[2:])[slots[kept]] = new[kept].to(cache.dtype)
 
 
 @register_kernel(OUTPUT, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)

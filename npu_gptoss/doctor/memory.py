@@ -243,7 +243,6 @@ def expert_buffer(
         yield not_applicable("The checkpoint has no config.json that can be read: see checkpoint.")
         return
     given, dies = device_memory.buffsize(here.environ), ranks if ranks > 1 else devices[0].count
-    sizes = (config.hidden_size, config.num_local_experts, config.num_experts_per_tok)
     layouts = {
         f"--tensor-parallel-size {dies}": -(-max_num_seqs // dies),
         f"--data-parallel-size {dies}": max_num_seqs,
@@ -252,7 +251,7 @@ def expert_buffer(
         if dies < 2 or config.num_local_experts % dies:
             yield not_applicable(f"{config.num_local_experts} experts are not shared out by {dies} dies.")
             return
-        needed = device_memory.mc2_buffsize(*sizes, min(rows, 512))
+        needed = device_memory.mc2_buffsize(config, min(rows, 512))
         name = "" if model else "gpt-oss-120b, "
         sentence = f"{name}{layout} --enable-expert-parallel --max-num-seqs {max_num_seqs} needs HCCL_BUFFSIZE {needed}"
         if needed <= given:

@@ -245,8 +245,7 @@ class TolerantParser(StreamableParser):
         return self._begin_message(channel and channel[1], recipient and recipient[1], "json" in text)
 
     def _end_in_header(self) -> None:
-        """>`: what is not part of the header is its content.|Read a message that ends before its `<|message|>`: text
-        outside of the header is its content.|>`: what is not part of the header is its content."""
+        """Reads a message that ends before its `<|message|>`: text outside of the header is its content."""
         _, text = self._take_header()
         parts = _PARTS.match(text)
         content = text[parts.end() :]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from npu_gptoss import dense
 from npu_gptoss.attention import StepMetadata
 from npu_gptoss.dense import small_ops
 from npu_gptoss.errors import InputError
@@ -171,7 +172,7 @@ class AdaptedStep:
 
 def _rope_cache(packed: torch.Tensor, *step: object) -> torch.Tensor:
     if packed.device.type != "cuda":
-        return small_ops.rope_cache(packed, *step)
+        return dense.rotate_write(packed, *step)
     from npu_gptoss.dense.triton import launches
 
     return launches.rope_cache(packed, *step)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from npu_gptoss.model.config import MXFP4_GROUP, GptOssConfig, packed_columns
 
@@ -114,14 +115,15 @@ def buffsize(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() and int(text) else BUFFSIZE
 
 
-def mc2_buffsize(hidden: int, experts: int, choices: int, rows: int) -> int:
+def mc2_buffsize(config: Any, rows: int) -> int:
     """MB of HCCL_BUFFSIZE that dispatch to experts needs on an A3, as CANN's tiling computes it (8.3 and 9.1,
     moe_distribute_dispatch_v2): all rows of all ranks for each expert here, and a rank's own rows on their way back.
 
-    rows: of one rank. A rank's rows are BF16, each with 44 bytes beside it.
+    config: this package's or transformers'. rows: of one rank, in BF16, each with 44 bytes beside it.
     """
-    sent, returned = (-(-size // 512) * 512 for size in (-(-2 * hidden // 32) * 32 + 44, 2 * hidden))
-    needed = 2 * rows * (experts * sent + choices * returned)
+    row = 2 * config.hidden_size
+    sent, returned = (-(-size // 512) * 512 for size in (-(-row // 32) * 32 + 44, row))
+    needed = 2 * rows * (config.num_local_experts * sent + config.num_experts_per_tok * returned)
     return -(-needed // (1 << 20))
 
 

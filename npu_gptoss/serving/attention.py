@@ -13,7 +13,7 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata, LayerKernels, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import selected_kernels
+from npu_gptoss.kernels import expect, selected_kernels
 from npu_gptoss.moe.operations import EXPERTS
 from npu_gptoss.serving.releases.vllm import (
     AttentionBackend,
@@ -133,27 +133,22 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         """`sinks` [num_heads] is the layer's parameter; `window` counts the visible keys including the token's own,
         None on a full layer; `owner` names the layer in errors; `rotary` is for implementations that rotate. Raises
         InputError for options that would silently be dropped."""
-        refused = {
-            "alibi_slopes": alibi_slopes is not None,
-            f"sliding_window={sliding_window}, window={window}": sliding_window not in (None, window),
-            f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype != "auto",
-            f"logits_soft_cap={logits_soft_cap}": bool(logits_soft_cap),
-            f"attn_type={attn_type!r}": attn_type != AttentionType.DECODER,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name is not None,
-            "sinks=None": sinks is None,
-            f"sinks of shape {tuple(sinks.shape) if sinks is not None else None} for {num_heads} heads": (
-                sinks is not None and tuple(sinks.shape) != (num_heads,)
-            ),
-            f"window={window}": window is not None and window < 1,
-            **{f"{name}={value!r}": True for name, value in unknown.items()},
+        known = {
+            "alibi_slopes": (alibi_slopes, None),
+            "sliding_window": (sliding_window, None, window),
+            "kv_cache_dtype": (kv_cache_dtype, "auto"),
+            "logits_soft_cap": (logits_soft_cap, None, 0),
+            "attn_type": (attn_type, AttentionType.DECODER),
+            "kv_sharing_target_layer_name": (kv_sharing_target_layer_name, None),
+            **{name: (value, "no such option") for name, value in unknown.items()},
         }
-        objections = [what for what, wrong in refused.items() if wrong]
-        if objections:
-            raise InputError(
-                f"{owner}: gpt-oss attention is causal, with one sink a head, and takes no other option: got "
-                + ", ".join(objections),
-                field=objections[0].replace("=", " ").split()[0],
-            )
+        for name, (got, *expected) in known.items():
+            if got not in expected:
+                said = f"{owner}: gpt-oss attention is causal, with one sink a head, and has {name}={expected[0]!r}"
+                raise InputError(f"{said}, got {got!r}", field=name)
+        expect("sinks", sinks, num_heads)
+        if window is not None and window < 1:
+            raise InputError(f"{owner}: a window has its own key at least, got {window}", field="window")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

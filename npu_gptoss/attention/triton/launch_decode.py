@@ -93,7 +93,7 @@ def decode(call: Call, rows: Rows) -> None:
         series = rows.count * kv_heads * splits
         sums = torch.empty(series * constants["HEADS"] * dim, dtype=torch.float32, device=query.device)
         extremes = torch.empty(series * 2 * constants["HEADS"], dtype=torch.float32, device=query.device)
-        arrived = counters(query.device, rows.count * kv_heads)
+        arrived = counters(query.device)
     else:
         sums = extremes = arrived = query  # not touched
     mapped = (rows.lengths,) * 2 if rows.rows is None or rows.requests is None else (rows.rows, rows.requests)
@@ -120,12 +120,6 @@ def decode(call: Call, rows: Rows) -> None:
 
 
 @functools.cache
-def _counters_of(device: torch.device) -> torch.Tensor:
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
-def counters(device: torch.device, count: int) -> torch.Tensor:
+def counters(device: torch.device) -> torch.Tensor:
     """Zeros that every launch leaves zero again: so one allocation serves all, as long as they run in one stream."""
-    if count > COUNTERS:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    return _counters_of(device)
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)

@@ -97,8 +97,7 @@ def dispatch(config: VllmConfig, device: torch.device) -> None:
         why = "an A3 sends rows to experts between 2 and 768 dies"
         raise InputError(Refusal("--enable-expert-parallel", f"on {ranks} die", why, "leave it out"))
     rows = mc2_rows(config)
-    sizes = (model.hidden_size, model.num_local_experts, model.num_experts_per_tok)
-    needed, given = device_memory.mc2_buffsize(*sizes, rows), device_memory.buffsize(os.environ)
+    needed, given = device_memory.mc2_buffsize(model, rows), device_memory.buffsize(os.environ)
     if needed > given:
         why = f"on an A3 {ranks} ranks send each other up to {rows} rows each, which takes {needed} MB"
         remedy = f"set HCCL_BUFFSIZE={needed} on all ranks, or lower --max-num-seqs"
