@@ -260,7 +260,7 @@ def _described(mode: str, inputs: Inputs, rows: int) -> tuple[Described, Work]:
         return call, moved + Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))
     if mode == "token":  # a byte of each weight finds the tokens that can win
         read = Work(dense_bytes=sizes.vocab * sizes.hidden, flops=2 * rows * sizes.vocab * sizes.hidden)
-        return dense_operations.token_call(rows, dtype, inputs.empty(sizes.vocab, sizes.hidden)), read
+        return dense_operations.CALLS[TOKEN](rows, dtype, inputs.empty(sizes.vocab, sizes.hidden)), read
     size, out, beside = {
         "qkv": (sizes.hidden, sizes.packed, Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))),
         "output": (sizes.query, sizes.hidden, Work()),
@@ -268,7 +268,7 @@ def _described(mode: str, inputs: Inputs, rows: int) -> tuple[Described, Work]:
         "logits": (sizes.hidden, sizes.vocab, Work()),
     }[mode]
     cache = (dtype, sizes.head_dim) if mode == "qkv" else ()
-    described = getattr(dense_operations, f"{mode}_call")(rows, dtype, inputs.empty(out, size), *cache)
+    described = dense_operations.CALLS[DENSE[mode]](rows, dtype, inputs.empty(out, size), *cache)
     return described, linear_work(rows, size, out) + beside
 
 

@@ -8,40 +8,22 @@ stream of a bfloat16 model is not rounded between its layers. Inputs and outputs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from npu_gptoss.attention import StepMetadata
 from npu_gptoss.dense import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
-from npu_gptoss.dense.operations import (
-    ADD_NORM,
-    GREEDY,
-    LOGITS,
-    OUTPUT,
-    QKV,
-    ROTATE_WRITE,
-    ROUTER,
-    TOKEN,
-    logits_call,
-    output_call,
-    qkv_call,
-    rotate_write_call,
-    router_call,
-    token_call,
-)
+from npu_gptoss.dense.operations import ADD_NORM, CALLS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import Bound, bind, chosen, expect, signature
+from npu_gptoss.kernels import Bound, Operation, bind, chosen, expect
 
 __all__ = [
     "Shortlist",
     "add_norm",
-    "bind_add_norm",
-    "bind_logits",
-    "bind_output",
-    "bind_qkv",
-    "bind_rotate_write",
-    "bind_router",
-    "bind_token",
+    "bound",
     "greedy",
     "logits",
     "output",
@@ -54,34 +36,13 @@ __all__ = [
 Kernel = Bound | str | None
 
 
-def bind_qkv(hidden: torch.dtype, weight: torch.Tensor, head_dim: int) -> Bound:
-    """The kernels of a layer's `qkv`, whose cache has the dtype of the activations."""
-    return bind(QKV, lambda rows: qkv_call(rows, hidden, weight, hidden, head_dim))
+def bound(operation: Operation, *described: Any) -> Bound:
+    """The kernels of a layer's operation. described: the arguments of its `operations.CALLS` behind the rows."""
+    return bind(operation, lambda rows: CALLS[operation](rows, *described))
 
 
-def bind_rotate_write(qkv: torch.dtype, heads: int, head_dim: int) -> Bound:
-    """heads: of queries, keys and values together."""
-    return bind(ROTATE_WRITE, lambda _: rotate_write_call(qkv, heads, qkv, head_dim))
-
-
-def bind_output(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
-    return bind(OUTPUT, lambda rows: output_call(rows, hidden, weight))
-
-
-def bind_router(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
-    return bind(ROUTER, lambda rows: router_call(rows, hidden, weight))
-
-
-def bind_logits(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
-    return bind(LOGITS, lambda rows: logits_call(rows, hidden, weight))
-
-
-def bind_token(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
-    return bind(TOKEN, lambda rows: token_call(rows, hidden, weight))
-
-
-def bind_add_norm(hidden: torch.dtype) -> Bound:
-    return bind(ADD_NORM, lambda _: (signature(hidden=hidden), {}))
+def _chosen(operation: Operation, kernel: Kernel, rows: int, *described: Any) -> Callable[..., Any]:
+    return chosen(operation, kernel, rows, lambda rows: CALLS[operation](rows, *described))
 
 
 def _check_rows(residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor) -> None:
@@ -134,7 +95,7 @@ def qkv(
     weight: [(heads + 2 * kv_heads) * head_dim, hidden], rows of q, then k, then v; bias alike.
     cos_sin: [positions, head_dim] float32: cosines, then sines; positions: [rows] int64.
     Caches: [blocks, block_size, kv_heads, head_dim], written in place at `metadata.slot_mapping`.
-    kernel: the layer's kernels (`bind_qkv`), or the name of a kernel or solution, to override the selection;
+    kernel: the layer's kernels (`bound`), or the name of a kernel or solution, to override the selection;
         so for every op below.
 
     Returns the new residual and the queries [rows, heads, head_dim].
@@ -143,9 +104,7 @@ def qkv(
     _check_weight(weight, residual.shape[1], bias)
     head_dim = _check_heads(weight.shape[0], key_cache, value_cache, "weight")
     expect("positions", positions, len(residual))
-    run = chosen(
-        QKV, kernel, residual.shape[0], lambda rows: qkv_call(rows, weight.dtype, weight, key_cache.dtype, head_dim)
-    )
+    run = _chosen(QKV, kernel, len(residual), weight.dtype, weight, key_cache.dtype, head_dim)
     return run(
         residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, weight=weight, bias=bias, cos_sin=cos_sin,
         positions=positions, key_cache=key_cache, value_cache=value_cache, metadata=metadata,
@@ -178,12 +137,7 @@ def rotate_write(
         )
     query = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * key_cache.shape[2], head_dim)
     if tokens:
-        run = chosen(
-            ROTATE_WRITE,
-            kernel,
-            0,
-            lambda _: rotate_write_call(qkv.dtype, qkv.shape[1] // head_dim, key_cache.dtype, head_dim),
-        )
+        run = _chosen(ROTATE_WRITE, kernel, 0, qkv.dtype, qkv.shape[1] // head_dim, key_cache.dtype, head_dim)
         run(
             qkv=qkv[:tokens], cos_sin=cos_sin, positions=positions, key_cache=key_cache, value_cache=value_cache,
             slot_mapping=metadata.slot_mapping, query=query[:tokens],
@@ -206,7 +160,7 @@ def output(
     _check_weight(weight, attended.shape[-1], bias)
     if residual is not None:
         expect("residual", residual, len(attended), len(weight))
-    run = chosen(OUTPUT, kernel, attended.shape[0], lambda rows: output_call(rows, attended.dtype, weight))
+    run = _chosen(OUTPUT, kernel, len(attended), attended.dtype, weight)
     return run(attended=attended, weight=weight, bias=bias, residual=residual)
 
 
@@ -236,7 +190,7 @@ def router(
         raise InputError(f"top_k must be 1 to {weight.shape[0]} (the experts), got {top_k}", field="top_k")
     if live is not None:
         expect("live", live, len(residual))
-    run = chosen(ROUTER, kernel, residual.shape[0], lambda rows: router_call(rows, weight.dtype, weight))
+    run = _chosen(ROUTER, kernel, len(residual), weight.dtype, weight)
     return run(
         residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, weight=weight, bias=bias, top_k=top_k,
         live=live,
@@ -254,7 +208,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual, delta [rows, hidden] -> the new residual and its RMSNorm in `dtype`, both [rows, hidden]."""
     _check_rows(residual, delta, norm_weight)
-    run = chosen(ADD_NORM, kernel, residual.shape[0], lambda _: (signature(hidden=dtype), {}))
+    run = _chosen(ADD_NORM, kernel, len(residual), dtype)
     return run(residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, dtype=dtype)
 
 
@@ -268,7 +222,7 @@ def logits(
     expect("out", out, len(normed), len(weight), dtype=normed.dtype)
     if not out.is_contiguous():
         raise InputError(f"out must be contiguous, got strides {out.stride()}", field="out")
-    run = chosen(LOGITS, kernel, normed.shape[0], lambda rows: logits_call(rows, normed.dtype, weight))
+    run = _chosen(LOGITS, kernel, len(normed), normed.dtype, weight)
     run(normed=normed, weight=weight, out=out)
     return out
 
@@ -284,7 +238,7 @@ def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Ker
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     expect("out", out, len(logits), dtype=torch.int64)
-    run = chosen(GREEDY, kernel, logits.shape[0], lambda _: (signature(logits=logits.dtype), {}))
+    run = _chosen(GREEDY, kernel, len(logits), logits.dtype)
     run(logits=logits, out=out)
     return out
 
@@ -306,5 +260,5 @@ def token(
     _check_weight(weight, normed.shape[-1])
     if noise is not None:
         expect("noise", noise, len(normed), len(weight), dtype=torch.float32)
-    run = chosen(TOKEN, kernel, normed.shape[0], lambda rows: token_call(rows, normed.dtype, weight))
+    run = _chosen(TOKEN, kernel, len(normed), normed.dtype, weight)
     return run(normed=normed, weight=weight, shortlist=shortlist, noise=noise)

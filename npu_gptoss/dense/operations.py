@@ -7,9 +7,11 @@ operations are cut where a kernel can be cut, not where a formula ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from npu_gptoss.kernels import Described, define_operation, signature
+from npu_gptoss.kernels import Described, Operation, define_operation, signature
 
 FLOATS = ("float32", "bfloat16")
 # The sizes that choose a program: rows of the call; aligned, whether the weight's rows begin at multiples of
@@ -90,4 +92,12 @@ def router_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Describ
     return signature(hidden=hidden, weight=weight.dtype), {"rows": rows, **sizes, "aligned": aligned(weight)}
 
 
-logits_call = token_call = output_call
+# of each operation, from the rows of a call and what else describes it
+CALLS: dict[Operation, Callable[..., Described]] = {
+    QKV: qkv_call,
+    ROTATE_WRITE: lambda _, *sizes: rotate_write_call(*sizes),
+    **dict.fromkeys((OUTPUT, LOGITS, TOKEN), output_call),
+    ROUTER: router_call,
+    ADD_NORM: lambda _, hidden: (signature(hidden=hidden), {}),
+    GREEDY: lambda _, logits: (signature(logits=logits), {}),
+}

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from npu_gptoss import dense
 from npu_gptoss.attention import LayerKernels, StepMetadata, paged_attention
+from npu_gptoss.dense.operations import ADD_NORM, LOGITS, OUTPUT, QKV, ROUTER, TOKEN
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound
 from npu_gptoss.kernels.signature import dtype_name
@@ -60,12 +61,13 @@ class GptOss:
         self.norm, self.lm_head = weights.norm, weights.lm_head
         self.cos_sin = cos_sin_cache(config, config.max_position_embeddings, torch.float32, self.device)
         dtype = self.dtype
-        self._qkv = [dense.bind_qkv(dtype, each.attention.qkv_weight, config.head_dim) for each in self.layers]
+        size = dtype, config.head_dim  # of the cache
+        self._qkv = [dense.bound(QKV, dtype, each.attention.qkv_weight, *size) for each in self.layers]
         self._attention = [LayerKernels(each.attention.window) for each in self.layers]
-        self._output = [dense.bind_output(dtype, each.attention.output_weight) for each in self.layers]
-        self._router = [dense.bind_router(dtype, each.moe.router_weight) for each in self.layers]
-        self._add_norm, self._logits = dense.bind_add_norm(dtype), dense.bind_logits(dtype, self.lm_head)
-        self._token = dense.bind_token(dtype, self.lm_head)
+        self._output = [dense.bound(OUTPUT, dtype, each.attention.output_weight) for each in self.layers]
+        self._router = [dense.bound(ROUTER, dtype, each.moe.router_weight) for each in self.layers]
+        self._add_norm, self._logits = dense.bound(ADD_NORM, dtype), dense.bound(LOGITS, dtype, self.lm_head)
+        self._token = dense.bound(TOKEN, dtype, self.lm_head)
         self.shortlist: dense.Shortlist | None = None
 
     @property

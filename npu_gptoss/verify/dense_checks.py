@@ -72,8 +72,7 @@ def _traits(operation: Operation, inputs: Inputs) -> Mapping[str, object]:
     if operation == QKV:
         cache = inputs["key_cache"]
         return operations.qkv_call(len(x), x.dtype, inputs["weight"], cache.dtype, cache.shape[3])[1]
-    calls = {OUTPUT: operations.output_call, ROUTER: operations.router_call}
-    return calls.get(operation, operations.logits_call)(len(x), x.dtype, inputs["weight"])[1]
+    return operations.CALLS[operation](len(x), x.dtype, inputs["weight"])[1]
 
 
 def run_dense(inputs: Inputs, kernel: str | None, operation: Operation, names: tuple[str, ...]) -> Outputs:

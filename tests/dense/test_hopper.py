@@ -11,6 +11,7 @@ import torch
 
 from npu_gptoss import dense
 from npu_gptoss.dense import reference
+from npu_gptoss.dense.operations import LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import Bound, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
 from tests.attention.triton_run import mutated
@@ -284,26 +285,26 @@ def names(bound: Bound) -> list[tuple[int, str]]:
 def test_sizes_that_the_kernels_cannot_multiply_go_to_other_kernels():
     weight = torch.zeros(128, 64, dtype=torch.bfloat16)
     bf16 = torch.bfloat16
-    assert names(dense.bind_output(bf16, weight)) == [(0, "output.triton_gemv"), (32, "output.gluon")]
-    assert names(dense.bind_qkv(bf16, weight, 64)) == [(0, "qkv.triton_gemv"), (32, "qkv.gluon")]
-    assert names(dense.bind_qkv(bf16, weight, 16)) == [(1, "qkv.triton_gemv")], "heads of another size"
+    assert names(dense.bound(OUTPUT, bf16, weight)) == [(0, "output.triton_gemv"), (32, "output.gluon")]
+    assert names(dense.bound(QKV, bf16, weight, bf16, 64)) == [(0, "qkv.triton_gemv"), (32, "qkv.gluon")]
+    assert names(dense.bound(QKV, bf16, weight, bf16, 16)) == [(1, "qkv.triton_gemv")], "heads of another size"
     others = {
         "rows of 120 bytes": weight[:, :60].contiguous(),
         "columns first": weight.t().contiguous().t(),
         "begins at byte 2": torch.zeros(128 * 64 + 1, dtype=bf16)[1:].view(128, 64),
     }
     for what, each in others.items():
-        assert names(dense.bind_output(bf16, each)) == [(1, "output.triton_gemv")], what
-        assert names(dense.bind_logits(bf16, each)) == [(1, "logits.triton_gemv")], what
-    assert names(dense.bind_logits(bf16, weight)) == [(1, "logits.triton_gemv"), (32, "logits.gluon")]
-    assert names(dense.bind_output(torch.float32, weight.float())) == []
+        assert names(dense.bound(OUTPUT, bf16, each)) == [(1, "output.triton_gemv")], what
+        assert names(dense.bound(LOGITS, bf16, each)) == [(1, "logits.triton_gemv")], what
+    assert names(dense.bound(LOGITS, bf16, weight)) == [(1, "logits.triton_gemv"), (32, "logits.gluon")]
+    assert names(dense.bound(OUTPUT, torch.float32, weight.float())) == []
 
 
 @pytest.mark.usefixtures("hopper")
 def test_sizes_that_the_kernel_cannot_route_go_to_other_kernels():
     def routed(experts: int, hidden: int = 2880) -> int | None:
         """From how many rows on."""
-        bound = dense.bind_router(torch.bfloat16, torch.zeros(experts, hidden, dtype=torch.bfloat16))
+        bound = dense.bound(ROUTER, torch.bfloat16, torch.zeros(experts, hidden, dtype=torch.bfloat16))
         assert names(bound)[-1][0] == 256
         found = dict(names(bound))
         return min(found) + 1 if "router.gluon" in found.values() else None

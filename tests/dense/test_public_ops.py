@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_gptoss import dense
-from npu_gptoss.dense.operations import LOGITS, QKV
+from npu_gptoss.dense.operations import LOGITS, OUTPUT, QKV
 from npu_gptoss.kernels import Described, Operation, explain, platform_override
 from npu_gptoss.kernels.command import example
 from tests.dense.cases import Case, make_case
@@ -164,7 +164,7 @@ def test_without_triton_a_gpu_computes_with_small_ops() -> None:
 
 
 def test_a_layer_that_is_built_asks_no_more(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = dense.bind_output(case.attended.dtype, case.output_weight)
+    kernel = dense.bound(OUTPUT, case.attended.dtype, case.output_weight)
     want = dense.output(case.attended, case.output_weight, case.output_bias)
     monkeypatch.setattr("npu_gptoss.kernels.selection.select_kernel", None)
     assert torch.equal(dense.output(case.attended, case.output_weight, case.output_bias, kernel=kernel), want)

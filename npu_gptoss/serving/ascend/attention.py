@@ -16,7 +16,7 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
-from npu_gptoss.dense import bind_rotate_write, rotate_write
+from npu_gptoss.dense import bound, rotate_write
 from npu_gptoss.dense.operations import ROTATE_WRITE, rotate_write_call
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.kernels import explain
@@ -114,10 +114,11 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         super().__init__(num_heads, head_size, *args, **kwargs)
         heads, dtype = num_heads + 2 * self.num_kv_heads, self.sinks.dtype
         # explained first: what is bound is reported as a kernel that serves
-        found = explain(ROTATE_WRITE, *rotate_write_call(dtype, heads, dtype, head_size)).selected
+        call = dtype, heads, dtype, head_size
+        found = explain(ROTATE_WRITE, *rotate_write_call(*call)).selected
         launched = found is not None and found.solution == "triton_ascend"
         self.rotates = launched and releases.here().launches_triton
-        self.rotary, self.turn = rotary, bind_rotate_write(dtype, heads, head_size) if self.rotates else None
+        self.rotary, self.turn = rotary, bound(ROTATE_WRITE, *call) if self.rotates else None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
