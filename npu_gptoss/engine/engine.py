@@ -34,8 +34,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.graphs.buckets import capture_sizes, checked_sizes
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.kernels import current_platform
-from npu_gptoss.model.assembly import FLOATS, FP8, expert_format
-from npu_gptoss.model.checkpoint import expand_stream, expected_tensors
+from npu_gptoss.model.checkpoint import expected_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.generation import stop_token_ids
 from npu_gptoss.model.ranks import Ranks
@@ -101,10 +100,8 @@ class Engine:
             if tensors is None:
                 self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks, weights=weights)
             else:
-                form = expert_format(config, weights, dtype)
                 tensors = counted(tensors, len(expected_tensors(config)), "making weights", "tensor", shown=progress)
-                tensors = expand_stream(tensors, dtype) if form == FLOATS else tensors
-                self.model = GptOss.from_tensors(config, tensors, self.device, dtype, ranks=ranks, fp8=form == FP8)
+                self.model = GptOss.from_tensors(config, tensors, self.device, dtype, ranks=ranks, weights=weights)
         config = self.model.config  # this rank's share
         if num_blocks is None:
             num_blocks = default_num_blocks(config, block_size, dtype, self.device, max_batch_size)

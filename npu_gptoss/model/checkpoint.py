@@ -96,9 +96,8 @@ def expand_stream(
     """Merges the `…_blocks` and `…_scales` of each expert matrix into one tensor of the BF16 layout, in `dtype`.
 
     The halves may come in any order and far apart (over shards); each waits for the other. Everything else passes
-    through untouched, and so do the halves that `kept` names.
-
-    Raises CheckpointError for a half that comes twice or alone, and for halves that do not fit.
+    through untouched, and so do the halves that `kept` names. A half that stays alone is dropped: `layout.accounted`
+    sees to it that there is none. Raises CheckpointError for halves that do not fit.
     """
     _check_target(dtype)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
@@ -108,19 +107,11 @@ def expand_stream(
             yield name, tensor
             del tensor  # or it would stay in memory while the next one is read
             continue
-        matrix, half = match["name"], match["half"]
-        halves = waiting.setdefault(matrix, {})
-        if half in halves:
-            said = f"{name} should come once, got it twice. The shards overlap: download them again."
-            raise CheckpointError(said, field=name)
-        halves[half] = tensor
-        del halves, tensor
+        matrix = match["name"]
+        waiting.setdefault(matrix, {})[match["half"]] = tensor
+        del tensor
         if len(waiting[matrix]) == 2:
             yield matrix, _expand_pair(matrix, waiting.pop(matrix), dtype)
-    for matrix, halves in waiting.items():
-        half, other = ("blocks", "scales") if "blocks" in halves else ("scales", "blocks")
-        said = f"{matrix}_{half} should come with {matrix}_{other}, got it alone."
-        raise CheckpointError(f"{said} The checkpoint is incomplete: download it again.", field=f"{matrix}_{half}")
 
 
 def write_checkpoint(

@@ -24,7 +24,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, assemble, expert_format
-from npu_gptoss.model.checkpoint import iterate_tensors
+from npu_gptoss.model.checkpoint import expand_stream, iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import accounted
 from npu_gptoss.model.memory import check_memory
@@ -53,6 +53,8 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 class GptOss:
     """The weights on one device and the forward pass over them."""
+
+    form: str  # the experts' format on the device (`assembly.expert_format`)
 
     def __init__(self, config: GptOssConfig, weights: ModelWeights, ranks: Ranks | None = None) -> None:
         """ranks: the group that shares the model; config and weights are then this rank's share. None: no sharing."""
@@ -107,11 +109,10 @@ class GptOss:
         """
         check_dtype(dtype)
         config = GptOssConfig.from_directory(Path(directory))
-        form = expert_format(config, weights, dtype)
-        tensors = iterate_tensors(directory, config, dtype=dtype, progress=progress, expand=form == FLOATS)
+        tensors = iterate_tensors(directory, config, dtype=dtype, progress=progress, expand=False)
         if torch.device(device).type == "cpu" and ranks is None:
             check_memory(config, dtype, directory)
-        return cls.from_tensors(config, tensors, device, dtype, ranks=ranks, fp8=form == FP8)
+        return cls.from_tensors(config, tensors, device, dtype, ranks=ranks, weights=weights)
 
     @classmethod
     def from_tensors(
@@ -122,18 +123,22 @@ class GptOss:
         dtype: torch.dtype,
         *,
         ranks: Ranks | None = None,
-        fp8: bool = False,
+        weights: str = AUTO,
     ) -> GptOss:
         """Builds the model from a stream of (official name, tensor) in the BF16 or the MXFP4 layout, in any order.
 
-        config and tensors describe the whole model on every rank. fp8: quantizes the experts.
+        config and tensors describe the whole model on every rank. ranks, weights: as in `load`.
         """
-        expert_map = None
+        form, expert_map = expert_format(config, weights, dtype), None
         tensors = accounted(tensors, config, "the model's tensors", expanded=True)
+        if form == FLOATS:
+            tensors = expand_stream(tensors, dtype)
         if ranks is not None:
             expert_map = ranks.shard.expert_map(config, torch.device(device))
             config, tensors = ranks.shard.local(config), ranks.shard.cut_all(tensors)
-        return cls(config, assemble(config, tensors, device, dtype, expert_map, fp8=fp8), ranks)
+        made = cls(config, assemble(config, tensors, device, dtype, expert_map, fp8=form == FP8), ranks)
+        made.form = form
+        return made
 
     @torch.inference_mode()
     def forward(

@@ -36,10 +36,9 @@ _EXPERTS = "mlp.experts."
 class WeightUpdate:
     """One set of weights on its way into `model`."""
 
-    def __init__(self, model: GptOss, config: GptOssConfig, form: str, where: object) -> None:
-        """config: of the whole model on every rank. form: the experts' format (`assembly.expert_format`).
-        where: names the weights in errors."""
-        self.model, self.form, self.where = model, form, where
+    def __init__(self, model: GptOss, config: GptOssConfig, where: object) -> None:
+        """config: of the whole model on every rank. where: names the weights in errors."""
+        self.model, self.where = model, where
         self.account = Account(config, where, expanded=True)
         self._places = dict(_places(model))
         self._halves: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
@@ -112,9 +111,9 @@ class WeightUpdate:
 
     def _in_form(self, given: AnyExperts, matrix: str) -> AnyExperts:
         """One projection as the model has it."""
-        if self.form != FLOATS:
+        if self.model.form != FLOATS:
             experts = next(iter(vars(given).values())).shape[0]
-            return converted(given, matrix, Fp8Experts if self.form == FP8 else Mxfp4Experts, experts)
+            return converted(given, matrix, Fp8Experts if self.model.form == FP8 else Mxfp4Experts, experts)
         if isinstance(given, Mxfp4Experts):
             halves = (getattr(given, f"{matrix}_{half}") for half in ("blocks", "scales"))
             return lone(ExpertWeights, {matrix: expand_transposed(*halves, self.model.dtype)})

@@ -187,20 +187,6 @@ def test_halves_may_come_in_any_order_and_far_apart() -> None:
     assert all(want[name] is tensors[name] for name in passed)
 
 
-@pytest.mark.parametrize("half", ["blocks", "scales"])
-def test_half_that_stays_alone_or_comes_twice_is_named(half: str) -> None:
-    tensors = random_tensors(small_config(mxfp4=True))
-    name = f"{EXPERTS}gate_up_proj_{half}"
-    with refused(name, CheckpointError):
-        list(
-            expand_stream(
-                ((n, t) for n, t in tensors.items() if EXPERTS + "gate" not in n or n == name), torch.bfloat16
-            )
-        )
-    with refused(name, CheckpointError):
-        list(expand_stream([(name, tensors[name])] * 2, torch.bfloat16))
-
-
 def test_halves_that_do_not_fit_are_named() -> None:
     tensors = random_tensors(small_config(mxfp4=True))
     pair = [(EXPERTS + "down_proj_blocks", tensors[EXPERTS + "down_proj_blocks"])]

@@ -49,7 +49,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(config: GptOssConfig, tensors: Tensors, form: str, shard: Shard | None = None) -> GptOss:
     ranks = None if shard is None else Ranks(shard)
     copies = ((name, tensor.clone()) for name, tensor in tensors.items())
-    return GptOss.from_tensors(config, copies, "cpu", BF16, ranks=ranks, fp8=form == FP8)
+    return GptOss.from_tensors(config, copies, "cpu", BF16, ranks=ranks, weights=form)
 
 
 def state(model: GptOss) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def shuffled(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:
 
 def replaced(model: GptOss, config: GptOssConfig, form: str, tensors: Tensors) -> None:
     """A complete update; the sender overwrites its memory behind each tensor."""
-    update = WeightUpdate(model, config, form, "here")
+    update = WeightUpdate(model, config, "here")
     for name, tensor in shuffled(tensors):
         assert not update.complete
         sent = tensor.clone()
@@ -141,7 +141,7 @@ def test_a_gate_in_the_place_of_its_up_is_noticed() -> None:
 @pytest.mark.parametrize("lost", [LAST, "model.layers.0.self_attn.k_proj.bias", "lm_head.weight"])
 def test_an_update_without_one_of_its_tensors_is_refused_by_name(lost: str) -> None:
     new = trained(PACKED)
-    update = WeightUpdate(model_of(PACKED, random_tensors(PACKED), MXFP4), PACKED, MXFP4, "here")
+    update = WeightUpdate(model_of(PACKED, random_tensors(PACKED), MXFP4), PACKED, "here")
     for name, tensor in shuffled(new):
         if name != lost:
             update.take(name, tensor)
@@ -165,13 +165,13 @@ def test_an_update_without_one_of_its_tensors_is_refused_by_name(lost: str) -> N
 def test_a_tensor_that_does_not_fit_leaves_the_weights_unchanged(name: str, tensor: torch.Tensor) -> None:
     served = model_of(PACKED, random_tensors(PACKED), MXFP4)
     with refused(name, CheckpointError) as caught:
-        WeightUpdate(served, PACKED, MXFP4, "here").take(name, tensor)
+        WeightUpdate(served, PACKED, "here").take(name, tensor)
     assert "unchanged" in str(caught.value)
     assert same(served, model_of(PACKED, random_tensors(PACKED), MXFP4))
 
 
 def test_a_tensor_that_comes_twice_is_refused() -> None:
-    update, new = WeightUpdate(model_of(PLAIN, random_tensors(PLAIN), FLOATS), PLAIN, FLOATS, "here"), trained(PLAIN)
+    update, new = WeightUpdate(model_of(PLAIN, random_tensors(PLAIN), FLOATS), PLAIN, "here"), trained(PLAIN)
     update.take("lm_head.weight", new["lm_head.weight"])
     with refused("lm_head.weight", CheckpointError) as caught:
         update.take("lm_head.weight", new["lm_head.weight"])
@@ -186,5 +186,5 @@ def test_a_layout_of_another_kernel_is_refused_before_a_write(monkeypatch: pytes
     served = model_of(PLAIN, random_tensors(PLAIN), FLOATS)
     name = "model.layers.0.mlp.experts.down_proj"
     with refused("weights", CheckpointError) as caught:
-        WeightUpdate(served, PLAIN, FLOATS, "here").take(name, trained(PLAIN)[name])
+        WeightUpdate(served, PLAIN, "here").take(name, trained(PLAIN)[name])
     assert "unchanged" in str(caught.value)

@@ -17,8 +17,7 @@ from torch import nn
 from npu_gptoss.attention import DecodeMetadata
 from npu_gptoss.attention.triton.plan import ROUND_KEYS
 from npu_gptoss.model.adapters import Adapters
-from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, expert_format
-from npu_gptoss.model.checkpoint import expand_stream
+from npu_gptoss.model.assembly import AUTO, FP8
 from npu_gptoss.model.transformer import GptOss, KVCache
 from npu_gptoss.model.update import WeightUpdate
 from npu_gptoss.model.values import checked_values
@@ -140,18 +139,16 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         return {name for name, _ in self.named_parameters()}
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        form = self.form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)
         tensors = checked_values(tensors, self.dtype, self.checkpoint)
-        if form == FLOATS:
-            tensors = expand_stream(tensors, self.dtype)
+        weights = FP8 if self.quantization == FP8 else AUTO
         self.gptoss = GptOss.from_tensors(
-            self.config, tensors, self.device, self.dtype, ranks=self.ranks, fp8=form == FP8
+            self.config, tensors, self.device, self.dtype, ranks=self.ranks, weights=weights
         )
         if self.device.type == "cuda":
             self.gptoss.keep_shortlist()
         logger.info(
             "npu-gptoss computes all of gpt-oss by its own kernels, experts in %s; NPU_GPTOSS=0 leaves it to vLLM.",
-            form,
+            self.gptoss.form,
         )
         if self._has_head:
             self._share()
@@ -161,14 +158,14 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
     def _update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """A failure ends the update: the next tensor begins another."""
         update, self.updated.update = self.updated.update, None
-        update = update or WeightUpdate(self.gptoss, self.config, self.form, "the update")
+        update = update or WeightUpdate(self.gptoss, self.config, "the update")
         for name, tensor in tensors:
             update.take(name, tensor)
             del tensor  # or it would stay in memory while the next one is read
         if not update.complete:
             self.updated.update = update
         else:
-            logger.info("npu-gptoss has the new weights, experts in %s.", self.form)
+            logger.info("npu-gptoss has the new weights, experts in %s.", self.gptoss.form)
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as the kernels read them, for vLLM's checksums. Their names are not official: so no sender of
