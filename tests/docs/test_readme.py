@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 
 from scripts.docs.docs_site import links
 from scripts.serve_here import TINY_NAME, TINY_QUESTION, example_request
-from tests.markdown import ROOT, blocks, code_blocks, commands
+from tests.markdown import ROOT, blocks, commands
 from tests.scripts.shell import make
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
@@ -39,22 +33,3 @@ def test_the_readmes_request_is_the_one_that_make_serve_prints() -> None:
 def test_every_make_target_is_listed_with_its_meaning() -> None:
     phony = set(re.findall(r"^\.PHONY: ([\w.-]+)", (ROOT / "Makefile").read_text(), re.M))
     assert {line.split()[1] for line in make("-s").stdout.splitlines()} == phony
-
-
-@pytest.mark.slow
-def test_the_kernel_of_the_guide_is_found_verified_and_selected(tmp_path: Path) -> None:
-    """Steps 2 to 5 of "Add a kernel in five steps", with the import of step 3 done by pytest's -p."""
-    (kernel,) = code_blocks(ROOT / "CONTRIBUTING.md", "python")
-    (tmp_path / "kernel_of_the_guide.py").write_text(kernel)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-
-    def python(*arguments: str) -> str:
-        run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout + run.stderr
-        return run.stdout
-
-    command = "import kernel_of_the_guide, sys, npu_gptoss.cli as c; sys.exit(c.main(['verify', 'moe.route.one_sort']))"
-    verified = python("-c", command)
-    assert re.search(r"moe\.route\.one_sort: \d+ calls", verified), verified
-    explained = python("-c", "import kernel_of_the_guide, npu_gptoss.cli as c; c.main(['kernels', 'explain'])")
-    assert re.search(r"moe\.route\.one_sort \(priority 8\): selected", explained), explained
