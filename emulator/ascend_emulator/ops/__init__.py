@@ -15,7 +15,6 @@ FAMILIES = (
     "formats",
     "grouped_matmul",
     "grouped_matmul_fused",
-    "low_bit",
     "moe_combine",
     "moe_distribute",
     "moe_dispatch",
