@@ -43,15 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="texts are user messages in harmony, gpt-oss's chat format")
     parser.add_argument("--reasoning-effort", choices=REASONING_EFFORTS, default="medium", help="of chats")
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="the date that chats show the model (default: today)")
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of this probability"
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 (default) takes all tokens")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 (default) is greedy")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this probability")
+    parser.add_argument("--top-k", type=int, metavar="N", help="0 (default) takes all tokens")
     parser.add_argument("--seed", type=int, metavar="N", help="of every prompt; the same seed gives the same tokens")
     parser.add_argument("--logprobs", type=int, metavar="K", help="report each token's log-probability and the K best")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop tokens")
+    parser.set_defaults(**{field.name: field.default for field in fields(SamplingParams)})
     add_options(parser, *OPTIONS)
     parser.add_argument("--capture-sizes", metavar="1,2,4,8", help="batch sizes of the graphs (default: as needed)")
     parser.add_argument("--json", action="store_true", help="print one JSON list, an object a prompt")
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = vars(args)
-    params = SamplingParams(**{f.name: options[f.name] for f in fields(SamplingParams) if f.name in options})
+    params = SamplingParams(**{field.name: options[field.name] for field in fields(SamplingParams)})
     entries = _entries(args)
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
     if any(entry.form == "prompt" for entry in entries):

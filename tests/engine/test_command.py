@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -99,15 +98,6 @@ def test_sampling_options_reach_the_engine(capsys: pytest.CaptureFixture[str], d
     greedy = rows(capsys, directory, "--prompt-ids", "1", "--max-tokens", "12")[0]["token_ids"]
     assert greedy == list(engine.generate([[1]], SamplingParams(max_tokens=12))[0].token_ids)
     assert greedy != row["token_ids"]
-
-
-def test_the_command_and_a_call_from_python_continue_alike_by_default() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    args = vars(parser.parse_args(["--model", "m", "--prompt", "p"]))
-    shared = {field.name: field.default for field in dataclasses.fields(SamplingParams) if field.name in args}
-    assert len(shared) == 7
-    assert {name: args[name] for name in shared} == shared
 
 
 @pytest.mark.parametrize(("prompts", "batch"), [(3, 3), (400, 256)])
