@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -71,23 +70,21 @@ def iterate_tensors(
     config: GptOssConfig,
     *,
     dtype: torch.dtype,
-    progress: bool | Literal["always"] = True,
-    expand: bool = True,
+    progress: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Checks the whole checkpoint at once, then returns the stream of its tensors in the BF16 layout, in `dtype`.
+    """Checks the whole checkpoint at once, then returns the stream of its tensors in their layout, floats in `dtype`.
 
     Args:
         directory: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
         config: the content of config.json.
-        dtype: bfloat16 or float32; MXFP4 is exact in both.
-        progress: a bar on stderr where that is a terminal; False: none; "always": also where it is not.
-        expand: False leaves MXFP4 experts packed, as `…_blocks` and `…_scales`.
+        dtype: bfloat16 or float32.
+        progress: a bar on stderr where that is a terminal.
 
     Yields name and tensor in the order of `expected_tensors`, on the CPU and owned by the caller. Besides what the
-    caller keeps, memory holds one stored tensor and its expansion. Raises CheckpointError.
+    caller keeps, memory holds one stored tensor. Raises CheckpointError.
     """
     _check_target(dtype)
-    return _read_all(check_checkpoint(directory, config), dtype, progress, expand, directory)
+    return _read_all(check_checkpoint(directory, config), dtype, progress, directory)
 
 
 def expand_stream(
@@ -164,9 +161,9 @@ def write_checkpoint(
 
 
 def _read_all(
-    stored: dict[str, StoredTensor], dtype: torch.dtype, progress: bool | Literal["always"], expand: bool, where: object
+    stored: dict[str, StoredTensor], dtype: torch.dtype, progress: bool, where: object
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    hidden = False if progress == "always" else None if progress else True  # None: tqdm asks if stderr is a terminal
+    hidden = None if progress else True  # None: tqdm asks if stderr is a terminal
     total = sum(tensor.size for tensor in stored.values())
     with tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=hidden) as bar:
 
@@ -175,12 +172,9 @@ def _read_all(
                 yield name, read_tensor(tensor)
                 bar.update(tensor.size)
 
-        def converted() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in checked_values(read(), dtype, where):
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-                del tensor  # or it would stay in memory while the next one is read
-
-        yield from expand_stream(converted(), dtype) if expand else converted()
+        for name, tensor in checked_values(read(), dtype, where):
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            del tensor  # or it would stay in memory while the next one is read
 
 
 def _expand_pair(name: str, halves: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -109,7 +109,7 @@ class GptOss:
         """
         check_dtype(dtype)
         config = GptOssConfig.from_directory(Path(directory))
-        tensors = iterate_tensors(directory, config, dtype=dtype, progress=progress, expand=False)
+        tensors = iterate_tensors(directory, config, dtype=dtype, progress=progress)
         if torch.device(device).type == "cpu" and ranks is None:
             check_memory(config, dtype, directory)
         return cls.from_tensors(config, tensors, device, dtype, ranks=ranks, weights=weights)

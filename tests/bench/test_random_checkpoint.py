@@ -66,7 +66,7 @@ def test_command_writes_a_complete_checkpoint_and_overwrites_none(weights, tmp_p
     assert main(command) == 0
     assert f"20b {weights}, random" in capsys.readouterr().out
     check_checkpoint(tmp_path / "out", config)
-    written = dict(iterate_tensors(tmp_path / "out", config, dtype=torch.bfloat16, progress=False, expand=False))
+    written = dict(iterate_tensors(tmp_path / "out", config, dtype=torch.bfloat16, progress=False))
     wanted = dict(random_tensors(config, 0, CPU))
     assert written.keys() == wanted.keys()
     assert all(torch.equal(written[name], wanted[name]) for name in wanted)

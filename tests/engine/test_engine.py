@@ -373,7 +373,7 @@ def test_experts_reach_their_kernel_in_the_format_asked_for(tmp_path, monkeypatc
     formats = []
     right = assembly.prepare_experts
     monkeypatch.setattr(assembly, "prepare_experts", lambda w, **o: (formats.append(w.format), right(w, **o))[1])
-    tensors = iterate_tensors(tmp_path, config, dtype=torch.float32, progress=False, expand=False) if streamed else None
+    tensors = iterate_tensors(tmp_path, config, dtype=torch.float32, progress=False) if streamed else None
     Engine(tmp_path, dtype="float32", num_blocks=1, weights=weights, tensors=tensors)
     assert formats == [expected] * 2
 

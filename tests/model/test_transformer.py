@@ -245,10 +245,6 @@ def mxfp4_config(mxfp4_directory: Path) -> GptOssConfig:
     return GptOssConfig.from_directory(mxfp4_directory)
 
 
-def stream(directory: Path, config: GptOssConfig, *, expand: bool) -> Tensors:
-    return dict(iterate_tensors(directory, config, dtype=torch.float32, progress=False, expand=expand))
-
-
 def test_weights_have_the_requested_format(mxfp4_directory: Path, prompt: list[int]) -> None:
     by_format = {
         weights: prompt_logits(
@@ -280,7 +276,7 @@ def test_auto_keeps_mxfp4_where_a_kernel_computes_with_it(mxfp4_config: GptOssCo
 @pytest.mark.parametrize("half", ["blocks", "scales"])
 def test_half_of_a_packed_matrix_is_not_enough(mxfp4_directory: Path, mxfp4_config: GptOssConfig, half: str) -> None:
     name = f"model.layers.1.mlp.experts.down_proj_{half}"
-    packed = stream(mxfp4_directory, mxfp4_config, expand=False)
+    packed = dict(iterate_tensors(mxfp4_directory, mxfp4_config, dtype=torch.float32, progress=False))
     del packed[name]
     with refused(name):
         build(mxfp4_config, packed)

@@ -12,7 +12,7 @@ import torch
 
 from npu_gptoss.cli import main
 from npu_gptoss.harmony.vocabulary import find_vocabulary
-from npu_gptoss.model.checkpoint import check_checkpoint, iterate_tensors
+from npu_gptoss.model.checkpoint import check_checkpoint, expand_stream, iterate_tensors
 from npu_gptoss.model.config import ConfigError, GptOssConfig
 from npu_gptoss.tiny import checkpoint as tiny
 from npu_gptoss.tiny.checkpoint import TinyError, load_trained, random_tensors, save_trained, tiny_config, write_tiny
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def read(directory: Path) -> dict[str, torch.Tensor]:
     config = GptOssConfig.from_directory(directory)
-    return dict(iterate_tensors(directory, config, dtype=torch.float32, progress=False))
+    return dict(expand_stream(iterate_tensors(directory, config, dtype=torch.float32, progress=False), torch.float32))
 
 
 def test_random_layouts_and_dtypes_are_one_function(tmp_path, quick):

@@ -157,11 +157,12 @@ def _send(worker: Any, checkpoint: str) -> None:
     """The checkpoint in BF16, also to experts that are MXFP4."""
     import torch
 
-    from npu_gptoss.model.checkpoint import iterate_tensors
+    from npu_gptoss.model.checkpoint import expand_stream, iterate_tensors
     from npu_gptoss.model.config import GptOssConfig
 
     config = GptOssConfig.from_directory(Path(checkpoint))
-    tensors = list(iterate_tensors(checkpoint, config, dtype=torch.bfloat16, progress=False))
+    stored = iterate_tensors(checkpoint, config, dtype=torch.bfloat16, progress=False)
+    tensors = list(expand_stream(stored, torch.bfloat16))
     random.Random(0).shuffle(tensors)
     for first in range(0, len(tensors), 5):
         worker.get_model().load_weights((name, each.cuda()) for name, each in tensors[first : first + 5])
