@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from npu_gptoss.serving.admission import body as bodies
 from npu_gptoss.serving.admission import fields
@@ -30,39 +30,14 @@ PARSED = "npu_gptoss.parsed"  # key in a request's scope: the body's bytes and t
 HEALTH = ("/health", "/ping")
 
 
-class Server(Protocol):
-    """The interface to the server behind admission."""
-
-    def prepare(self) -> None:
-        """Called before the server listens."""
-
-    def close(self) -> None:
-        """Called when the server has ended."""
-
-    def check_route(self, route: str) -> None:
-        """Raises Refusal for a route that the served model cannot answer."""
-
-    async def check_engine(self, *, waits: bool) -> None:
-        """Raises Refusal while the engine is being started anew. waits: for it, up to a limit."""
-
-    async def limits(self) -> Limits: ...
-
-    async def check_structure(self, route: str, body: dict[str, Any]) -> None:
-        """Raises Refusal for a grammar, expression or schema that does not compile."""
-
-    def refused(self, status: HTTPStatus) -> None:
-        """Counts a refusal, which vLLM's own counter of answers does not see."""
-
-    def blame(self, error: BaseException) -> Refusal | None:
-        """Returns the refusal if the server raised this while parsing the request."""
-
-
 class _Gone(Exception):
     """The client left before its body was complete."""
 
 
 class AdmissionMiddleware:
-    def __init__(self, app: App, keys: KeyGuard, server: Server, max_body: int) -> None:
+    """`server` answers the questions about vLLM's: `compat.server.admission.VllmServer`."""
+
+    def __init__(self, app: App, keys: KeyGuard, server: Any, max_body: int) -> None:
         self.app, self.keys, self.server, self.max_body = app, keys, server, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,56 +18,39 @@ from npu_gptoss.serving.admission import fields
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
 from tests.serving.admission.test_middleware import LIMITS
 
-# fields that need no limit, by reason
+# fields that need no limit; chats', responses' and messages' are in test_ledger.py
 SWITCHES = {
     "stream", "logprobs", "echo", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-    "use_beam_search", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "parallel_tool_calls",
-    "include_stop_str_in_output", "include_reasoning", "return_tokens_as_token_ids", "return_token_ids", "background",
-    "store", "enable_response_messages", "return_token_strs", "normalize", "softmax", "activation",
+    "use_beam_search", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "return_tokens_as_token_ids", "return_token_ids", "return_token_strs",
     # of 0.33
     "watermarking", "return_weight_versions", "return_token_offsets", "return_prompt_text", "return_mm_kwargs",
-    "early_stopping", "apply_softmax", "item_first", "joint",
+    "early_stopping",
 }  # fmt: skip
-CLOSED = {  # enumerations, or classes with such fields, which pydantic checks
-    "reasoning_effort", "tool_choice", "include", "service_tier", "truncation", "encoding_format",
-    # of 0.33
-    "mm_payload", "truncation_side", "prompt_cache_options", "prompt_cache_retention", "output_mode", "parse_context",
-    "reasoning_ended", "token_offsets",
-}  # fmt: skip
-TEXT = {  # text for the model (its context limits the length), or unused
-    "user", "suffix", "instructions", "input", "documents", "metadata", "guided_decoding_backend", "prompt",
-    "text_1", "text_2", "query", "messages", "system",
-}  # fmt: skip
-REFUSED_BY_VLLM = {"logits_processors", "best_of"}  # in any case
+# enumerations, which pydantic checks, and text for the model, which its context limits
+CHECKED = {"suffix", "user", "prompt", "truncation_side", "token_offsets", "guided_decoding_backend", "mm_payload",
+           "reasoning_ended", "output_mode", "parse_context", "logits_processors"}  # fmt: skip
 
-
-OPENAI = "vllm.entrypoints.openai"
-_SINCE_0_23 = [
-    (f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest", "/v1/chat/completions"),
-    (f"{OPENAI}.chat_completion.protocol:BatchChatCompletionRequest", "/v1/chat/completions/batch"),
+OPENAI, SERVE = "vllm.entrypoints.openai", "vllm.entrypoints.serve"
+_TOKENIZE = [
+    (f"{SERVE}.tokenize.protocol:TokenizeChatRequest", "/tokenize"),
+    (f"{SERVE}.tokenize.protocol:TokenizeCompletionRequest", "/tokenize"),
+    (f"{SERVE}.tokenize.protocol:DetokenizeRequest", "/detokenize"),
     (f"{OPENAI}.completion.protocol:CompletionRequest", "/v1/completions"),
-    (f"{OPENAI}.responses.protocol:ResponsesRequest", "/v1/responses"),
-    ("vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest", "/tokenize"),
-    ("vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest", "/tokenize"),
-    ("vllm.entrypoints.serve.tokenize.protocol:DetokenizeRequest", "/detokenize"),
-    ("vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest", "/v1/messages"),
-    ("vllm.entrypoints.anthropic.protocol:AnthropicCountTokensRequest", "/v1/messages/count_tokens"),
-    ("vllm.entrypoints.generate.generative_scoring.serving:GenerativeScoringRequest", "/generative_scoring"),
 ]
+GENERATE = "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest"
 CLASSES = {
     "0.11": [
-        (f"{OPENAI}.protocol:ChatCompletionRequest", "/v1/chat/completions"),
-        (f"{OPENAI}.protocol:CompletionRequest", "/v1/completions"),
-        (f"{OPENAI}.protocol:ResponsesRequest", "/v1/responses"),
-        (f"{OPENAI}.protocol:TokenizeChatRequest", "/tokenize"),
-        (f"{OPENAI}.protocol:TokenizeCompletionRequest", "/tokenize"),
-        (f"{OPENAI}.protocol:DetokenizeRequest", "/detokenize"),
+        (f"{OPENAI}.protocol:{name}", route)
+        for name, route in (
+            ("CompletionRequest", "/v1/completions"),
+            ("TokenizeChatRequest", "/tokenize"),
+            ("TokenizeCompletionRequest", "/tokenize"),
+            ("DetokenizeRequest", "/detokenize"),
+        )
     ],
-    "0.23": [*_SINCE_0_23, ("vllm.entrypoints.serve.disagg.protocol:GenerateRequest", "/inference/v1/generate")],
-    "0.33": [
-        *_SINCE_0_23,
-        ("vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest", "/inference/v1/generate"),
-    ],
+    "0.23": [*_TOKENIZE, (f"{SERVE}.disagg.protocol:GenerateRequest", "/inference/v1/generate")],
+    "0.33": [*_TOKENIZE, (GENERATE, "/inference/v1/generate")],
 }
 
 
@@ -76,7 +59,7 @@ CLASSES = {
 def test_every_field_of_vllm_has_a_limit_or_a_reason_against_it(kind: str, route: str) -> None:
     module, _, name = kind.partition(":")
     names = set(getattr(pytest.importorskip(module), name).model_fields)
-    assert names - set(fields.ROUTES[route]) - SWITCHES - CLOSED - TEXT - REFUSED_BY_VLLM == set()
+    assert names - set(fields.ROUTES[route]) - SWITCHES - CHECKED == set()
 
 
 # fields of SamplingParams: vLLM checks the first three against the model and the prompt; the others affect one answer

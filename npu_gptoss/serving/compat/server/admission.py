@@ -54,7 +54,7 @@ SERVES = {
 
 
 class VllmServer:
-    """Answers admission's questions about vLLM's server; see `admission.middleware.Server`."""
+    """Answers admission's questions about vLLM's server. A method `check_…` raises Refusal."""
 
     def __init__(self, state: Any, trusts_templates: bool, template: str | None = None) -> None:
         self._state, self._trusts_templates, self._template = state, trusts_templates, template
@@ -79,6 +79,7 @@ class VllmServer:
         structures.close()
 
     def refused(self, status: HTTPStatus) -> None:
+        """Counts a refusal, which vLLM's own counter of answers does not see."""
         from npu_gptoss.serving.metrics import refusals
 
         refusals().labels(str(int(status))).inc()
@@ -89,6 +90,7 @@ class VllmServer:
             raise Refusal(f"POST {route} is not available: the served model only generates text.")
 
     async def check_engine(self, *, waits: bool) -> None:
+        """waits: for an engine that is being started anew, up to a limit."""
         await restart.check(getattr(self._state.engine_client, "engine_core", None), waits=waits)
 
     async def limits(self) -> Limits:
@@ -127,6 +129,7 @@ class VllmServer:
                 raise Refusal(said, wanted.param, status)
 
     def blame(self, error: BaseException) -> Refusal | None:
+        """Returns the refusal if vLLM raised this while it parsed the request."""
         if _lacks_a_package(error):
             return None
         names = READS | _validators()

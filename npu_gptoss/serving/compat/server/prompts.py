@@ -20,18 +20,19 @@ from npu_gptoss.serving.compat.patch import Original, around, either, expect_par
 from npu_gptoss.serving.compat.server import handlers
 from npu_gptoss.serving.compat.targets import NEWER, RENDERER, RENDERER_0_23
 
-UPSTREAM = "vllm issues 22525 and 57099"
+UPSTREAM = "vllm issues 22525 and 57099, openai/harmony issue 79 (open)"
 HARMONY = "harmony_utils:_harmony_encoding"
+LINEAR = "openai/harmony issue 79 is repaired"
 RENDERED = "vLLM renders harmony as the published template does"
 
 
-@repair("harmony-vocabulary", f"vllm.entrypoints.{HARMONY}", upstream=UPSTREAM, until="0.33")
+@repair("harmony-encoding", f"vllm.entrypoints.{HARMONY}", upstream=UPSTREAM, until=LINEAR)
 @repair(
-    "harmony-vocabulary", f"vllm.entrypoints.openai.parser.{HARMONY}", releases="0.23", upstream=UPSTREAM, until="0.33"
+    "harmony-encoding", f"vllm.entrypoints.openai.parser.{HARMONY}", releases=NEWER, upstream=UPSTREAM, until=LINEAR
 )
-def install_vocabulary(harmony_utils: ModuleType) -> None:
+def install_encoding(harmony_utils: ModuleType) -> None:
     """openai-harmony downloads its vocabulary when its encoding is loaded: a server without network does not start, or
-    answers every chat with 500."""
+    answers every chat with 500 (before 0.33). A long run of one character blocks the server for hours."""
     expect_source(harmony_utils.get_encoding, "if _harmony_encoding is None:", "load_harmony_encoding(")
     replace(harmony_utils, "_harmony_encoding", LinearEncoding())
 
@@ -53,24 +54,6 @@ class LinearEncoding(openai_harmony.HarmonyEncoding):
         from npu_gptoss.serving.openai.engine import served_encoder
 
         return served_encoder().encode(conversation.messages)
-
-
-@repair(
-    "linear-encoding",
-    f"{RENDERER}:render_for_completion",
-    releases="0.33",
-    upstream="openai/harmony issue 79 (open)",
-    until="openai/harmony issue 79 is repaired",
-)
-def install_encoding(renderer: ModuleType) -> None:
-    """Encoding a conversation with a long run of one character blocks the server for hours."""
-    expect_source(renderer.render_for_completion, "encoding = get_encoding()")
-
-    @around(renderer, "render_for_completion")
-    def render_for_completion(_: Original, messages: list[openai_harmony.Message]) -> list[int]:
-        from npu_gptoss.serving.openai.engine import served_encoder
-
-        return served_encoder().encode(messages)
 
 
 RENDERS = "._make_request_with_harmony .render_chat"

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
+from npu_gptoss.frontend.structure import KINDS, OPTIONS
 from npu_gptoss.serving.admission.bounded import Bounded
 from npu_gptoss.serving.admission.refusal import escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of which a structure has one
-STRUCTURE = (*KINDS, "whitespace_pattern")
-SWITCHES = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+STRUCTURE = (*KINDS, OPTIONS[0])
+SWITCHES = OPTIONS[1:]
 
 OF_A_COMPLETION = "cmpl-"  # begins the ids of completions; their output is a plain text, no harmony turn
 
