@@ -1,24 +1,20 @@
 """Kills the engines of a real server under streams, and compares every token with those of an undisturbed run.
 
-    python -m tests.serving.outliving --stack cpu --engines 2 --streams 200 --kills 20
-
 Each kind of request is asked without a fault first. Then the streams run, `AT_ONCE` at a time, and SIGKILL hits an
-engine process whenever a chosen stream has begun. With `--record FILE` the outcome is written as JSON.
+engine process whenever a chosen stream has begun.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +95,10 @@ def engines_of(pid: int) -> list[int]:
     return [p for p in descendants(pid) if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
-async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds: list[str]) -> dict[str, Any]:
+async def run(process: Any, url: str, asked: Run) -> dict[str, Any]:
     """Returns the record of a run against a server that is ready."""
-    chosen, found = random.Random(seed), Counter()
+    streams, kills, kinds = asked.streams, asked.kills, asked.kinds
+    chosen, found = random.Random(asked.seed), Counter()
     left = asyncio.Semaphore(AT_ONCE)
     killed: list[asyncio.Future[bool]] = []
     pauses: list[float] = []
@@ -155,10 +152,8 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
                 break
             await asyncio.sleep(0.5)
     return {
-        "streams": streams,
         "kills": len(killed),
         "seen by /health": sum(told),
-        "kinds": kinds,
         "equal": found["equal"],
         "lost": found["lost"],
         "different": found["different"],
@@ -168,58 +163,30 @@ async def run(process: Any, url: str, streams: int, kills: int, seed: int, kinds
     }
 
 
-def served(
-    arguments: argparse.Namespace, model: Path, log: Path, then: Callable[[Any], None] = lambda process: None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Run:
+    """kinds: names of KINDS; all by default."""
+
+    stack: str = "cpu"
+    engines: int = 1
+    streams: int = 200
+    kills: int = 20
+    seed: int = 0
+    kinds: tuple[str, ...] = tuple(KINDS)
+
+
+def served(asked: Run, model: Path, log: Path, then: Callable[[Any], None] = lambda process: None) -> dict[str, Any]:
     """Returns the record of a run. then: called with the server, which has no restart left."""
-    stack, port = Stack(arguments.stack), free_port()
+    stack, port = Stack(asked.stack), free_port()
     command, environment = stack.command(model, port)
-    environment |= {"NPU_GPTOSS_ENGINE_RESTARTS": str(max(1, arguments.kills))}
-    engines = ["--data-parallel-size", str(arguments.engines)] if arguments.engines > 1 else []
+    environment |= {"NPU_GPTOSS_ENGINE_RESTARTS": str(max(1, asked.kills))}
+    engines = ["--data-parallel-size", str(asked.engines)] if asked.engines > 1 else []
     process = serve_here.start([*command, *engines], environment, log)
     url = f"http://127.0.0.1:{port}"
     try:
         serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT)
-        kinds = [kind for kind in KINDS if not arguments.kinds or kind in arguments.kinds.split(";")]
-        record = asyncio.run(run(process, url, arguments.streams, arguments.kills, arguments.seed, kinds))
+        record = asyncio.run(run(process, url, asked))
         then(process)
-        return {"stack": arguments.stack, "engines": arguments.engines, "seed": arguments.seed} | record
+        return record
     finally:
         serve_here.stop(process)
-
-
-def parsed(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--stack", default="cpu")
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default="", help="names of KINDS, separated by semicolons; all by default")
-    parser.add_argument("--record", type=Path)
-    return parser.parse_args(words)
-
-
-def main() -> int:
-    from npu_gptoss.tiny.checkpoint import write_tiny
-
-    arguments = parsed()
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny(Path(folder) / "model", trained=True)
-        log = Path(folder) / "log"
-        try:
-            record = served(arguments, Path(folder) / "model", log)
-        finally:
-            Path("outputs").mkdir(exist_ok=True)
-            Path(f"outputs/outliving-{arguments.stack}-{arguments.engines}-{arguments.seed}.log").write_text(
-                log.read_text()
-            )
-    text = json.dumps(record, indent=1)
-    print(text)
-    if arguments.record is not None:
-        arguments.record.write_text(text + "\n")
-    return int(record["equal"] != record["streams"] or not record["at rest"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,27 @@ pytest.importorskip("vllm")
 
 from scripts import serve_here
 from tests.serving.in_flight import descendants, is_running
-from tests.serving.outliving import engines_of, parsed, served
+from tests.serving.outliving import Run, engines_of, served
 from tests.serving.server import wait_for
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
-SHORT = "--streams 8 --kills 2 --kinds greedy;seeded;structured;chat"
+SHORT = Run(streams=8, kills=2, kinds=("greedy", "seeded", "structured", "chat"))
 EMULATED = [pytest.mark.emulated, pytest.mark.long]
+RUNS = {
+    "short": (SHORT, ()),
+    "short, two engines": (replace(SHORT, engines=2), pytest.mark.long),
+    "short, CANN 8.3": (replace(SHORT, stack="emulated"), EMULATED),
+    "short, CANN 9.1": (replace(SHORT, stack="emulated-9.1"), EMULATED),
+    "all": (Run(), pytest.mark.long),
+    "all, two engines": (Run(engines=2), pytest.mark.long),
+}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        SHORT,
-        pytest.param(f"{SHORT} --engines 2", marks=pytest.mark.long),
-        pytest.param(f"{SHORT} --stack emulated", marks=EMULATED),
-        pytest.param(f"{SHORT} --stack emulated-9.1", marks=EMULATED),
-        pytest.param("--streams 200 --kills 20", marks=pytest.mark.long),
-        pytest.param("--streams 200 --kills 20 --engines 2", marks=pytest.mark.long),
-    ],
-)
-def test_streams_end_with_their_engine_or_a_crash_loop_goes_on(tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize("asked", [pytest.param(asked, marks=marks, id=name) for name, (asked, marks) in RUNS.items()])
+def test_streams_end_with_their_engine_or_a_crash_loop_goes_on(tmp_path: Path, asked: Run) -> None:
     from npu_gptoss.tiny.checkpoint import write_tiny
 
-    arguments, log = parsed(words.split()), tmp_path / "log"
+    log = tmp_path / "log"
     write_tiny(tmp_path / "model", trained=True)
     below: list[int] = []
 
@@ -44,10 +43,10 @@ def test_streams_end_with_their_engine_or_a_crash_loop_goes_on(tmp_path: Path, w
         os.kill(engines_of(process.pid)[0], signal.SIGKILL)
         assert process.wait(60) == 1
 
-    loops = arguments.kills == 2  # more take longer than the minutes in which restarts count
-    record = served(arguments, tmp_path / "model", log, *([once_more] if loops else []))
-    assert record["kills"] == arguments.kills, record
-    assert record["equal"] == arguments.streams, record
+    loops = asked.kills == 2  # more take longer than the minutes in which restarts count
+    record = served(asked, tmp_path / "model", log, *([once_more] if loops else []))
+    assert record["kills"] == asked.kills, record
+    assert record["equal"] == asked.streams, record
     assert record["seen by /health"], record
     assert record["at rest"]
     if loops:

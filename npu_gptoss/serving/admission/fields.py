@@ -283,16 +283,6 @@ TOKENIZE: Fields = (
 DETOKENIZE: Fields = {"model": MODEL, "tokens": token_ids("tokenizer_size")}
 
 
-def _ids(value: Any, limits: Limits, name: str) -> None:
-    """Checks an id or a list of ids. vLLM answers 200 even if it aborts only some of them."""
-    items = value if isinstance(value, list) else [value]
-    at_most(16384, "ids", len(items), name)
-    for item in items:
-        text(1024, strict=True)(item, limits, name)
-
-
-ABORT: Fields = {"request_ids": _ids}
-
 ROUTES: dict[str, Fields] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
@@ -301,7 +291,6 @@ ROUTES: dict[str, Fields] = {
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
     "/inference/v1/generate": GENERATE_TOKENS,
-    "/inference/v1/abort_requests": ABORT,
     "/generative_scoring": SCORING,
     "/v1/systemone": QUEUED,
     "/tokenize": TOKENIZE,
@@ -309,7 +298,6 @@ ROUTES: dict[str, Fields] = {
 }
 
 INVOCATIONS = "/invocations"  # any kind of request; its fields decide
-ALWAYS_JSON = {"/inference/v1/abort_requests"}  # vLLM parses these as JSON under any Content-Type
 
 
 def fields_for(route: str, body: Mapping[str, Any]) -> Fields:

@@ -80,7 +80,7 @@ class AdmissionMiddleware:
         raw = await self._whole_body(headers, receive)
         again = replayed({"type": "http.request", "body": raw, "more_body": False}, receive)
         self.server.check_route(route)
-        if not raw or not (route in fields.ALWAYS_JSON or _is_json(headers)):
+        if not raw or not _is_json(headers):
             return await self.app(scope, again, send)
         limits = await self.server.limits()
         fields.check_headers(headers, limits)

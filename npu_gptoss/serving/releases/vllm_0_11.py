@@ -171,13 +171,6 @@ def abort_requests(processor: Any, request_ids: list[str]) -> list[str]:
     return processor.abort_requests(request_ids)
 
 
-def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
-    """Returns a request's last output for its client: the client's id, the outputs, and True if they are all."""
-    if state.parent_req is None:
-        return state.request_id, [completion], True
-    return state.parent_req.get_outputs(state.request_id, completion)
-
-
 def load_tokenizer(model_config: Any) -> Any:
     from vllm.transformers_utils.tokenizer import init_tokenizer_from_configs
 

@@ -75,14 +75,6 @@ def abort_requests(processor: Any, request_ids: list[str]) -> list[str]:
     return processor.abort_requests(request_ids, internal=True)
 
 
-def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
-    """Returns a request's last output for its client: the client's id, the outputs, and True if they are all."""
-    parent = state.parent_req
-    if parent is None:
-        return state.external_req_id, [completion], True
-    return parent.external_req_id, *parent.get_outputs(state.request_id, completion)
-
-
 def unavailable(said: str) -> Exception:
     """Returns the exception that makes a route answer with status 503."""
     from vllm.entrypoints.openai.engine.protocol import GenerationError

@@ -16,9 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from npu_gptoss.serving.compat.engine import failed_requests as barrier
-from npu_gptoss.serving.compat.engine import grammars
 from npu_gptoss.serving.compat.engine.grammars import GuardedGrammar
-from npu_gptoss.serving.compat.patch import Mismatch
 from tests.serving.compat.of_release import LINE, OLD
 
 pytestmark = pytest.mark.serving
@@ -178,19 +176,6 @@ def test_both_repairs_report_an_error_of_the_second_backend(patched, manager):
         assert isinstance(good, GuardedGrammar)
         assert bad is None
         assert list(reported(manager)) == ["bad"]
-
-
-@not_0_33
-def test_vllm_with_other_backend_arguments_is_not_patched(patched):
-    def otherwise(self: Any, request: Any) -> Any:
-        return self.backend.compile_grammar(request)
-
-    compiling = "_async_create_grammar" if OLD else "_create_grammar"
-    with patched():
-        own = {key: value for key, value in vars(StructuredOutputManager).items() if not key.startswith("__")}
-    manager = type("StructuredOutputManager", (), own | {compiling: otherwise})
-    with pytest.raises(Mismatch, match=r"self.backend.compile_grammar\(request_type, grammar_spec"):
-        grammars.install_backends(types.SimpleNamespace(StructuredOutputManager=manager))
 
 
 def test_backend_with_another_mask_layout_is_refused(patched, manager, monkeypatch):

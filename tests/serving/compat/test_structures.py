@@ -17,10 +17,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from npu_gptoss.serving.admission.bounded import Bounded
 from npu_gptoss.serving.admission.structures import Structures, Verdict
-from npu_gptoss.serving.compat.patch import Mismatch
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.structures import StructureCompiler, structure_of
-from npu_gptoss.serving.compat.targets import SAMPLING_PARAMS
 from npu_gptoss.serving.releases import here
 from tests.serving.compat import of_release
 from tests.serving.compat.of_release import LINE, OLD
@@ -97,20 +95,6 @@ def test_structural_tag_is_not_parsed_while_a_request_is_read(
 
             assert not abstract_parser._xgrammar_supports(StructuredOutputsParams(regex="a"))
             assert not parsed
-
-
-@pytest.mark.skipif(LINE != "0.33", reason="the validation of 0.33 alone takes the model")
-def test_validation_without_a_model_argument_is_a_mismatch() -> None:
-    """The child process passes the three arguments by position: every structure would be refused."""
-
-    class SamplingParams:
-        def _validate_structured_outputs(self, structured_outputs_config: Any, tokenizer: Any) -> None:
-            self.structured_outputs._backend_was_auto = True
-            validate_xgrammar_grammar(self)  # noqa: F821
-
-    module = types.SimpleNamespace(SamplingParams=SamplingParams, __name__=SAMPLING_PARAMS)
-    with pytest.raises(Mismatch, match="expected to take model_config"):
-        structures.install_verdicts(module)
 
 
 @newer

@@ -2,8 +2,8 @@
 
 A request that the engine core ended (`engine/failed_requests.py`) raises in its own stream: `RequestRefused`, a
 ValueError, which vLLM's endpoints answer with 400 and its message, or `RequestFailed`, answered with 500. A stream that
-has begun gets an error event. An engine without streams (`LLM`) gets an output with the finish reason `abort` and the
-message as stop reason. The other samples of a request with `n` > 1 end with it.
+has begun gets an error event. The other samples of a request with `n` > 1 end with it. An engine without streams
+(`LLM`) returns an output with the finish reason `abort` and the message as stop reason, and raises its own errors.
 
 Stock vLLM detokenizes the tokens of all requests in one task, and an exception there ends them all; here it ends its
 own request. A request that could not be sent to the engine leaves no state behind.
@@ -63,9 +63,10 @@ def install_outputs(module: ModuleType) -> None:
         outputs: list[Any] = []
         aborts: list[str] = []
         for output in engine_core_outputs:
-            error = failure(output)
+            state = self.request_states.get(output.request_id)
+            streams = state is not None and state.queue is not None
+            error = failure(output) if streams else None
             if error is None:
-                state = self.request_states.get(output.request_id)
                 try:
                     done = original(self, (output,), engine_core_timestamp, iteration_stats)
                     outputs += done.request_outputs
@@ -74,49 +75,30 @@ def install_outputs(module: ModuleType) -> None:
                 except PASSES:
                     raise
                 except BaseException as problem:
+                    if not streams:
+                        raise
                     logger.exception("Request %s ends alone.", output.request_id)
                     error = RequestFailed(FAILED + words(problem))
-                    if state is not None and self.request_states.get(output.request_id) is None:
+                    if self.request_states.get(output.request_id) is None:  # the error came after its last output
                         aborts += [] if output.finished else [output.request_id]
-                        continue  # the error came after its last output
-            _end(module, self, output, error, outputs, aborts)
+                        continue
+            aborts += _end(self, state, output, error)
         return module.OutputProcessorOutput(request_outputs=outputs, reqs_to_abort=aborts)
 
 
-def _end(
-    module: ModuleType, processor: Any, output: Any, error: Exception, outputs: list[Any], aborts: list[str]
-) -> None:
-    """Takes a request out of the output processor. Its end goes into its queue, or else into `outputs`."""
-    from npu_gptoss.serving.releases.vllm import abort_requests, as_of_request, take_out
+def _end(processor: Any, state: Any, output: Any, error: Exception) -> list[str]:
+    """Takes a request out of the output processor; its client gets the error. Returns the ids that the engine still
+    has to abort."""
+    from npu_gptoss.serving.releases.vllm import abort_requests, take_out
 
-    state = processor.request_states.get(output.request_id)
-    if state is None:
-        return
     take_out(processor, state)
-    if not output.finished:
-        aborts.append(output.request_id)
-    parent = state.parent_req
-    if state.queue is not None:
-        state.queue.put(error)
-        if parent is not None:
-            parent.child_requests.discard(output.request_id)
-            # their outputs would come after the error, unread
-            aborts += abort_requests(processor, [parent.request_id])
-        return
-    completion = module.CompletionOutput(
-        index=state.request_index,
-        text=getattr(state.detokenizer, "output_text", ""),
-        token_ids=list(state.detokenizer.output_token_ids),
-        cumulative_logprob=None,
-        logprobs=None,
-        finish_reason="abort",
-        stop_reason=str(error),
-    )
-    request_id, parts, finished = as_of_request(state, completion)
-    if parent is not None and not parent.child_requests:
-        processor.parent_requests.pop(parent.request_id, None)
-    if parts:
-        outputs.append(state._new_request_output(request_id, parts, finished))
+    state.queue.put(error)
+    aborts = [] if output.finished else [output.request_id]
+    if (parent := state.parent_req) is not None:
+        parent.child_requests.discard(output.request_id)
+        # the outputs of the other samples would come after the error, unread
+        aborts += abort_requests(processor, [parent.request_id])
+    return aborts
 
 
 @repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", until="0.23")
