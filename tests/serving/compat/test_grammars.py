@@ -72,8 +72,9 @@ def backend_named(name: str, width: int = VOCABULARY // 32) -> Any:
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputManager:
+    monkeypatch.setattr("vllm.v1.structured_output.backend_xgrammar.XgrammarBackend", backend_named("xgrammar"))
     monkeypatch.setattr(structured_output, "XgrammarBackend", backend_named("xgrammar"))
-    monkeypatch.setattr(structured_output, "GuidanceBackend", backend_named("guidance"))
+    monkeypatch.setattr("vllm.v1.structured_output.backend_guidance.GuidanceBackend", backend_named("guidance"))
     tokenizer = "init_tokenizer_from_configs" if OLD else "cached_tokenizer_from_config"
     plain = types.SimpleNamespace(added_tokens_decoder={}, eos_token_id=0, encode=lambda *_, **__: [])
     monkeypatch.setattr(structured_output, tokenizer, lambda **_: plain)
@@ -179,7 +180,8 @@ def test_both_repairs_report_an_error_of_the_second_backend(patched, manager):
 
 
 def test_backend_with_another_mask_layout_is_refused(patched, manager, monkeypatch):
-    monkeypatch.setattr(structured_output, "GuidanceBackend", backend_named("guidance", width=99))
+    wide = backend_named("guidance", width=99)
+    monkeypatch.setattr("vllm.v1.structured_output.backend_guidance.GuidanceBackend", wide)
     with patched("grammar-backends"):
         manager.grammar_init(a_request("first", "a"))
         with pytest.raises(ValueError, match=r"guidance have \(1, 99\)"):

@@ -6,7 +6,7 @@ allows every token.
 
 vLLM keeps one backend per engine, the backend of the first structured request: a grammar validated by guidance after
 one of xgrammar is compiled by xgrammar, which may refuse it or interpret it differently; 0.33 refuses it. Here each
-backend gets a shallow copy of the manager, which creates the backend and compiles with it. The engine's manager keeps
+backend gets a shallow copy of the manager, which compiles with it. The engine's manager keeps
 the only bit mask, so all backends must use the same layout.
 
 The grammar restricts the answer, not the reasoning before it.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 
 _BACKENDS = "_npu_gptoss_backends"  # of a StructuredOutputManager: name -> its copy with that backend
 MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
+BACKENDS = {
+    "xgrammar": "XgrammarBackend",
+    "guidance": "GuidanceBackend",
+    "outlines": "OutlinesBackend",
+    "lm-format-enforcer": "LMFormatEnforcerBackend",
+}
 COMPILING = "_async_create_grammar", "_create_grammar"  # returns a grammar; it runs in its own thread
 
 # a grammar's methods, and the value that each returns after an error
@@ -121,10 +128,9 @@ def install_backends(module: ModuleType) -> None:
         if own is None:
             failures_of(self)  # created before the copy, so that both share it
             own = copy.copy(self)
-            own.backend = own.backend_name = None
-            _make_backend(original_init, own, request)
+            own.backend, own.backend_name = new_backend(name, self.vllm_config, self.tokenizer), name
             if name == "xgrammar":
-                hold_out(own.backend, own.tokenizer)
+                hold_out(own.backend, self.tokenizer)
             _expect_layout(self.backend, own.backend, name)
             copies[name] = own
             if self.backend is None:
@@ -141,21 +147,13 @@ def install_backends(module: ModuleType) -> None:
     replace(manager, "clear_backend", clear_backend)
 
 
-def _make_backend(original_init: Any, own: Any, request: Any) -> None:
-    """Creates the backend that the request names with vLLM's own code, and compiles nothing yet."""
-    held, own.executor = own.executor, _Nobody()
-    try:
-        original_init(own, request)
-    finally:
-        own.executor = held
-        request.structured_output_request.grammar = None
-
-
-class _Nobody:
-    """An executor that does nothing."""
-
-    def submit(self, *_: Any) -> None:
-        return None
+def new_backend(name: str, vllm_config: Any, tokenizer: Any) -> Any:
+    """Creates a backend of vLLM's as the engine does."""
+    if name not in BACKENDS:
+        raise ValueError(f"Unsupported structured output backend: {name}")
+    module = importlib.import_module(f"vllm.v1.structured_output.backend_{name.replace('-', '_')}")
+    size = vllm_config.model_config.get_vocab_size()
+    return getattr(module, BACKENDS[name])(vllm_config, tokenizer=tokenizer, vocab_size=size)
 
 
 def _expect_layout(first: Any, other: Any, name: str) -> None:

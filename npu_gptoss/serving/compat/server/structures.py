@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
@@ -17,6 +17,7 @@ from npu_gptoss.frontend.structure import KINDS, OPTIONS
 from npu_gptoss.serving.admission.bounded import Bounded
 from npu_gptoss.serving.admission.refusal import escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
+from npu_gptoss.serving.compat.engine.grammars import new_backend
 from npu_gptoss.serving.compat.patch import (
     Original,
     around,
@@ -25,7 +26,6 @@ from npu_gptoss.serving.compat.patch import (
     expect_source,
     repair,
     replace,
-    stock,
     vllms_own,
 )
 from npu_gptoss.serving.compat.targets import ASYNC, NEWER, PARSERS, SAMPLING_PARAMS
@@ -69,26 +69,7 @@ class StructureCompiler:
             self.tokenizer = load_tokenizer(self.vllm_config.model_config)
         configured = self.vllm_config.structured_outputs_config.backend
         names = ("xgrammar", "guidance") if configured == "auto" else (configured,)
-        self.backends = {name: self._backend(name) for name in names}
-
-    def _backend(self, name: str) -> Any:
-        """Creates the backend as the engine does."""
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        manager = SimpleNamespace(
-            backend=None,
-            backend_name=None,
-            vllm_config=self.vllm_config,
-            tokenizer=self.tokenizer,
-            executor=SimpleNamespace(submit=lambda *_: None),
-            _use_async_grammar_compilation=True,
-            _async_create_grammar=None,
-            _create_grammar=None,
-        )
-        named = SimpleNamespace(structured_outputs=SimpleNamespace(_backend=name))
-        request = SimpleNamespace(structured_output_request=SimpleNamespace(grammar=None), sampling_params=named)
-        stock(StructuredOutputManager.grammar_init)(manager, request)
-        return manager.backend
+        self.backends = {name: new_backend(name, self.vllm_config, self.tokenizer) for name in names}
 
     def work(self, question: bytes) -> bytes:
         try:
@@ -104,12 +85,13 @@ class StructureCompiler:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
         validate_structure(params, self.vllm_config, self.tokenizer)
         wanted = params.structured_outputs
-        backend = self.backends.get(wanted._backend) or self._backend(wanted._backend)
+        name = wanted._backend
+        backend = self.backends.get(name) or new_backend(name, self.vllm_config, self.tokenizer)
         grammar = backend.compile_grammar(*structure_key(params))
         if (matcher := getattr(grammar, "ll_matcher", None)) is not None and matcher.get_error():
             raise ValueError(matcher.get_error())
         grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)  # the first step too
-        return {"backend": wanted._backend, "automatic": wanted._backend_was_auto, "fields": structure_of(wanted)}
+        return {"backend": name, "automatic": wanted._backend_was_auto, "fields": structure_of(wanted)}
 
 
 def checked(vllm_config: VllmConfig, tokenizer: Any = None) -> Structures:
