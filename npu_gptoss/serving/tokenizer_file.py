@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from npu_gptoss.tokenizer import FILE_NAME
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
-
-served: list[ModelConfig] = []  # of this process's server, once vLLM has made its configuration
+served: list[Any] = []  # vLLM's ModelConfig of this process's server, once it is made
 
 
 def tokenizer_file(name: str | None, revision: str | None, *, download: bool = False) -> Path | None:
@@ -34,7 +31,7 @@ def tokenizer_file(name: str | None, revision: str | None, *, download: bool = F
     return Path(found) if isinstance(found, str) else None
 
 
-def checkpoint_directory(model_config: ModelConfig) -> Path | None:
+def checkpoint_directory(model_config: Any) -> Path | None:
     """Returns the folder of the checkpoint's tokenizer.json: a local folder, the Hugging Face cache, or None."""
     of_tokenizer = tokenizer_file(model_config.tokenizer, model_config.tokenizer_revision)
     found = of_tokenizer or tokenizer_file(model_config.model, model_config.revision)

@@ -122,15 +122,15 @@ def add_routes(app: FastAPI) -> None:
     # `request` makes FastAPI read the body, which `with_cancellation` needs
     @here.with_cancellation
     @here.load_aware_call
-    async def create_messages(request: dict[str, Any], raw_request: Request) -> Any:
+    async def answer(request: dict[str, Any], raw_request: Request) -> Any:
         return await respond(_answered, request, raw_request)
 
     @here.with_cancellation
     @here.load_aware_call
-    async def count_tokens(request: dict[str, Any], raw_request: Request) -> Any:
+    async def count(request: dict[str, Any], raw_request: Request) -> Any:
         return await respond(_counted, request, raw_request)
 
-    for path, endpoint in ((intake.MESSAGES, create_messages), (intake.COUNT, count_tokens)):
+    for path, endpoint in ((intake.MESSAGES, answer), (intake.COUNT, count)):
         guards = [Depends(here.validate_json_request)]
         route = OurRoute(path, endpoint, methods=["POST"], dependencies=guards, response_model=None)
         app.router.routes.insert(0, route)
