@@ -119,11 +119,6 @@ def vllms_own(owner: type, name: str) -> Any:
     return stock(vars(owner).get(_ASCEND_KEEPS.get(name), vars(owner)[name]))
 
 
-def holder(found: type, name: str) -> type:
-    """Returns the class that defines this name itself: vllm-ascend replaces vLLM's scheduler by a subclass."""
-    return next(cls for cls in found.__mro__ if name in vars(cls))
-
-
 def expect_source(function: Any, *markers: str) -> None:
     """Raises Mismatch unless each marker occurs in the function's source (white space does not count).
 

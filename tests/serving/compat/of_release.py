@@ -38,10 +38,6 @@ def completion_class() -> Any:
     return _request_class("CompletionRequest")
 
 
-def responses_class() -> Any:
-    return _request_class("ResponsesRequest")
-
-
 @functools.cache
 def server_parser() -> Any:
     """Returns the parser of `vllm serve`."""
