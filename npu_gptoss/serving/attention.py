@@ -30,6 +30,7 @@ from npu_gptoss.serving.releases.vllm import (
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")  # limits.py lets the model's own through, and auto
 BLOCK = 128  # tokens of a KV cache block, for the log's kernel choice before the cache exists
 
 
@@ -58,9 +59,9 @@ class SinkAttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        if cache_dtype_str != "auto":
+        if cache_dtype_str not in CACHE_DTYPES:
             raise InputError(
-                f"the KV cache of gpt-oss has the model's dtype: expected 'auto', got {cache_dtype_str!r}",
+                f"the KV cache of gpt-oss has the model's dtype: expected 'auto' or its name, got {cache_dtype_str!r}",
                 field="--kv-cache-dtype",
             )
         return (2, num_blocks, block_size, num_kv_heads, head_size)
@@ -136,7 +137,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         known = {
             "alibi_slopes": (alibi_slopes, None),
             "sliding_window": (sliding_window, None, window),
-            "kv_cache_dtype": (kv_cache_dtype, "auto"),
+            "kv_cache_dtype": (kv_cache_dtype, *CACHE_DTYPES),
             "logits_soft_cap": (logits_soft_cap, None, 0),
             "attn_type": (attn_type, AttentionType.DECODER),
             "kv_sharing_target_layer_name": (kv_sharing_target_layer_name, None),

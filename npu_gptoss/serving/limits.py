@@ -49,7 +49,7 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     wrong = model.quantization not in QUANTIZATIONS and written in (None, MXFP4, *QUANTIZATIONS)
     yield wrong, Refusal("--quantization", model.quantization, why, out)
     why = "the KV cache has the model's dtype"
-    yield kv_dtype != "auto", Refusal("--kv-cache-dtype", kv_dtype, why, out)
+    yield kv_dtype not in ("auto", dtype), Refusal("--kv-cache-dtype", kv_dtype, why, out)
     yield kv_scales, Refusal("--calculate-kv-scales", None, why, out)
     wrong = drafter is not None and drafter.method not in DRAFTERS
     yield wrong, Refusal("--speculative-config", None, drafters, out)

@@ -70,6 +70,7 @@ VRVA | --quantization bitsandbytes --load-format bitsandbytes
 VRVS | --quantization gguf
 VRVS | --quantization ascend
 RRRA | --kv-cache-dtype fp8
+VSSS | --kv-cache-dtype bfloat16
 RRRU | --kv-cache-dtype fp8_e4m3 --calculate-kv-scales
 SSSS | --block-size 16
 VSSS | --block-size 64

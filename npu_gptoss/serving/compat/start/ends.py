@@ -53,6 +53,7 @@ REMEDIES = (
     (r"V0 engine|VLLM_USE_V1", "Leave out what only vLLM's V0 engine has, such as --max-num-partial-prefills"),
     (r"swap space", "Use a smaller --swap-space"),
     (r"GGUF|gguf", _GGUF),
+    (r"FP8 KV cache", "Leave out --kv-cache-dtype: the cache has the model's dtype"),
     (r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|: -9\b", _MEMORY),
 )
 REMEDY = "Correct or leave out the option that it is about; `npu-gptoss doctor` checks the installation"
