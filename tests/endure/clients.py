@@ -59,9 +59,11 @@ QUESTION = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]}
 
 async def leaves_a_stream(url: str, rng: random.Random) -> None:
     """Hears a few pieces and goes: while the prompt is computed, at the first token, in the middle."""
-    body = rng.choice([(CHAT, QUESTION), (COMPLETIONS, {"prompt": [7, 8, 9]}), (COMPLETIONS, {"prompt": [7] * 2000})])
+    # a chat without ignore_eos: nothing is sent of what the model writes behind its answer
+    prompts = ([7, 8, 9], [7] * 2000)
+    route, body = rng.choice([(CHAT, QUESTION), *((COMPLETIONS, {"prompt": prompt, **LONG}) for prompt in prompts)])
     async with connection(url) as (reader, writer):
-        writer.write(request(body[0], {**body[1], **LONG, "stream": True}))
+        writer.write(request(route, {**body, "stream": True}))
         await _some(reader, rng.choice((1, 2, 4, 30, 100)))
 
 
