@@ -1,4 +1,4 @@
-"""The ninety rules for operators and graphs of an Ascend 910B, and their errors.
+"""The ninety-four rules for operators and graphs of an Ascend 910B, and their errors.
 
 A rule describes calls that hardware, driver or host library refuses, leaves undefined, or runs at a cost. R81 to R91
 belong to graph capture and replay; `emulator/ops` raises the others. `versions` are the CANN releases with the rule;
@@ -107,6 +107,7 @@ RULES: dict[int, Rule] = {
             (49, "x and weight share one dtype in every list."),
             (50, "act_type works for per-token int8 only."),
             (51, "K and the contiguous axis are at most 65535, lists at most 128 long."),
+            (52, "Weight-only needs ND weights, scale and offset of x's dtype, per channel or (int4) per even group."),
             (53, "FRACTAL_NZ weights are aligned: 16x16 for 16-bit, 16x32 for int8, 16x64 for int4."),
             (54, "A 910B has no 8-bit or 4-bit float type."),
             (55, "While capturing, groups are never read on the host."),
@@ -142,6 +143,12 @@ RULES: dict[int, Rule] = {
             (75, "_npu_rotary_embedding keeps its process's first table, and copies a length to the device."),
             (76, "Cache writes take contiguous caches of one format and integer slots inside them."),
             (77, "FRACTAL_NZ is for aligned 16-bit or integer weights, and never through a view."),
+        ),
+        *_family(
+            "low_bit",
+            (78, "weight_quant_batchmatmul takes two dimensions, groups of 32 up to K-1, matching scales."),
+            (79, "int4pack takes a contiguous int32 matrix of whole eights with values of four bits."),
+            (80, "A 910B has no MX or FP8 operator."),
         ),
         *_family(
             "graph",

@@ -15,6 +15,7 @@ FAMILIES = (
     "formats",
     "grouped_matmul",
     "grouped_matmul_fused",
+    "low_bit",
     "moe_combine",
     "moe_distribute",
     "moe_dispatch",

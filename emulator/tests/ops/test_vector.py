@@ -56,6 +56,13 @@ def test_dequant_swiglu_quant_in_clipped_mode_reads_even_and_odd():
     assert ((out.float() * scale[:, None] - want).abs() <= scale[:, None] * 0.51).all()
 
 
+def test_dynamic_quant_keeps_half_a_step():
+    x = torch.randn(3, 40)
+    out, scale = OPS["npu::npu_dynamic_quant"](x)
+    assert out.dtype == torch.int8
+    assert ((out * scale[:, None] - x).abs() <= scale[:, None] * 0.51).all()
+
+
 def test_only_the_norm_with_a_sum_rounds_before_gamma():
     x1, x2, gamma = torch.randn(4, 32).bfloat16(), torch.randn(4, 32).bfloat16(), torch.randn(32).bfloat16()
     y, rstd, x = OPS["npu::npu_add_rms_norm"](x1, x2, gamma, 1e-5)

@@ -55,3 +55,10 @@ def test_each_token_gets_the_slot_of_its_position_and_the_rest_none():
     constants = {"TOTAL_CP_WORLD_SIZE": 1, "TOTAL_CP_RANK": 0, "CP_KV_CACHE_INTERLEAVE_SIZE": 1, "PAD_ID": -1}
     compute_slot_mapping((3,), 5, 8, starts, positions, tables, 2, 128, slots, BLOCK_SIZE=1024, **constants)
     assert slots.tolist() == [7 * 128 + 127, 3 * 128, 640, 641, 642, -1, -1, -1, 99, 99]
+
+
+def test_static_quantisation_rounds_and_saturates():
+    x = torch.tensor([[0.4, 2.6, 900.0, -900.0]])
+    quantised = OPS["npu::npu_quantize"](x, torch.tensor([2.0]), None, torch.qint8, -1, False)
+    assert quantised.tolist() == [[1, 5, 127, -128]]
+    assert OPS["npu::npu_quantize"](x, torch.tensor([2.0]), None, torch.qint8, -1, True)[0, 1] == 1

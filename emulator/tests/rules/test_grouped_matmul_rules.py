@@ -28,6 +28,25 @@ def case(dtype: torch.dtype = torch.bfloat16, **changes: object) -> dict:
     }
 
 
+def weight_only(bits: int, **changes: object) -> dict:
+    size = (EXPERTS, INNER, COLUMNS) if bits == 8 else (EXPERTS, INNER, COLUMNS // 8)
+    scale = torch.rand(EXPERTS, COLUMNS).bfloat16()
+    return case(
+        weight=[torch.ones(size, dtype=torch.int8 if bits == 8 else torch.int32)],
+        **{"antiquant_scale": [scale], "antiquant_offset": [torch.zeros_like(scale)], **changes},
+    )
+
+
+def per_group(bits: int, groups: int) -> dict:
+    scale = torch.ones(EXPERTS, groups, COLUMNS).bfloat16()
+    return weight_only(bits, antiquant_scale=[scale], antiquant_offset=[scale])
+
+
+def scaled(bits: int, *size: int) -> dict:
+    scale = torch.ones(size).bfloat16()
+    return weight_only(bits, antiquant_scale=[scale], antiquant_offset=[scale])
+
+
 def nz(tensor: torch.Tensor):
     return use(format_of=lambda t: FORMAT_FRACTAL_NZ if t is tensor else 2)
 
@@ -36,6 +55,11 @@ def nz(tensor: torch.Tensor):
 def test_plain_calls_are_legal(dtype):
     gmm(**case(dtype))
     gmm(**case(dtype, bias=None, group_list=torch.tensor([2, 2, 6]), group_list_type=0, split_item=3))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weight_only_calls_are_legal(bits):
+    gmm(**weight_only(bits))
 
 
 @pytest.mark.parametrize("value", [None, 1, 3])
@@ -201,11 +225,10 @@ def test_R50_no_activation_in_float():
 
 
 def test_int8_is_legal_and_not_emulated():
-    """Also with an activation, which per-token scales allow, with four-bit weights, and weights alone."""
-    packed = torch.zeros(EXPERTS, INNER, COLUMNS, dtype=torch.int32)
-    alone = {"x": case()["x"]}
-    for changes in ({}, {"act_type": 1, "per_token_scale": [torch.ones(6)]}, {"weight": [packed]}, alone):
-        with pytest.raises(NotEmulatedError, match="x int"):
+    """Also with an activation, which per-token scales allow, and with four-bit weights."""
+    packed = torch.zeros(EXPERTS, INNER, COLUMNS // 8, dtype=torch.int32)
+    for changes in ({}, {"act_type": 1, "per_token_scale": [torch.ones(6)]}, {"weight": [packed]}):
+        with pytest.raises(NotEmulatedError, match="int8 x int"):
             gmm(**int8(**changes))
 
 
@@ -222,6 +245,46 @@ def test_R51_sizes():
         gmm(**case(x=[narrow], weight=[wide[..., :65535]], group_list=groups, bias=None))
     with rejects(51, "128"):
         gmm(**case(x=[torch.zeros(1, INNER).bfloat16()] * 129))
+
+
+WRONG_SCALES = {
+    "no offset": lambda: weight_only(8, antiquant_offset=None),
+    "scale dtype": lambda: weight_only(
+        8, **dict.fromkeys(("antiquant_scale", "antiquant_offset"), (torch.ones(EXPERTS, COLUMNS),))
+    ),
+    "no scale": lambda: weight_only(8, antiquant_scale=None),
+    "offset shape": lambda: weight_only(8, antiquant_offset=[torch.zeros(EXPERTS, 1).bfloat16()]),
+    "int8 per group": lambda: per_group(8, 2),
+    "ragged int4 groups": lambda: per_group(4, 3),
+    "columns": lambda: scaled(4, EXPERTS, 2, COLUMNS + 8),
+    "no group": lambda: scaled(4, EXPERTS, 0, COLUMNS),
+    "one dimension": lambda: scaled(4, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("make", WRONG_SCALES.values(), ids=WRONG_SCALES)
+def test_R52_weight_only_scales(make):
+    with rejects(52):
+        gmm(**make())
+
+
+def test_R52_a_transposed_int4_weight_has_even_groups():
+    """Otherwise two rows of K share a byte. Not transposed, a group of three is legal."""
+    packed = torch.ones(EXPERTS, 2, 6, dtype=torch.int32)
+    scale = torch.ones(EXPERTS, 2, 16).bfloat16()
+    operands = {"antiquant_scale": [scale], "antiquant_offset": [scale], "bias": None}
+    plain = case(x=[torch.ones(6, 6).bfloat16()], weight=[packed.transpose(1, 2).contiguous()], **operands)
+    gmm(**plain)
+    with rejects(52, "even group"):
+        gmm(**{**plain, "weight": [packed.transpose(1, 2)]})
+    even = torch.ones(EXPERTS, 1, 16).bfloat16()
+    gmm(**{**plain, "weight": [packed.transpose(1, 2)], "antiquant_scale": [even], "antiquant_offset": [even]})
+
+
+def test_R52_weight_only_is_nd():
+    broken = weight_only(8)
+    with nz(broken["weight"][0]), rejects(52, "FRACTAL_NZ"):
+        gmm(**broken)
 
 
 @pytest.mark.parametrize("size", [(EXPERTS, INNER + 8, COLUMNS), (EXPERTS, INNER, COLUMNS + 8)])
