@@ -98,10 +98,11 @@ def misread(errors: Sequence[Any], body: Any = None) -> Refusal:
     deepest = max(range(len(errors)), key=lambda number: len(paths[number]))
     error, param = errors[deepest], _spelled(paths[deepest])
     said = escaped(str(error.get("msg", "invalid")), 300).removeprefix("Value error, ").removesuffix(".")
-    said, _, named = said.removesuffix(")").partition(" (parameter=")  # of vLLM's own errors
+    named = re.search(r" \(parameter=(\w+).*\)$", said)  # in vLLM's own errors
+    said = said[: named.start()] if named else said
     said = f"expected {said.removeprefix('Input should be ')}" if said.startswith("Input should be ") else said
     got = f", got {shown(error['input'])}" if "input" in error and param and error.get("type") != "missing" else ""
-    return Refusal(f"{f'{param}: ' if param else ''}{said}{got}.", param or named.partition(",")[0] or _field(said))
+    return Refusal(f"{f'{param}: ' if param else ''}{said}{got}.", param or (named[1] if named else _field(said)))
 
 
 def _path(place: Sequence[Any], body: Any) -> list[Any]:
