@@ -109,7 +109,7 @@ def install_guard(module: ModuleType) -> None:
 )
 def install_backends(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later requests, even if another backend validated
-    them."""
+    them. xgrammar takes a control token for its letters: `<|end|>` within a JSON string ends the message there."""
     manager = module.StructuredOutputManager
     original_init, original_clear = vllms_own(manager, "grammar_init"), manager.clear_backend
     compiling = either(manager, *COMPILING)
