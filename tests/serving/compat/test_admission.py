@@ -65,6 +65,19 @@ def test_key_guards_every_route(patched: Any, path: str) -> None:
         assert asked.get("/health").status_code == 200
 
 
+def test_metrics_are_open_if_asked(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_GPTOSS_OPEN_METRICS", "1")
+    with patched(*PATCHES), client("--api-key", "secret") as asked:
+        assert asked.get("/metrics").status_code == 200
+        assert asked.get("/version").status_code == 401
+
+
+def test_root_path_opens_no_route(patched: Any) -> None:
+    with patched(*PATCHES), client("--api-key", "secret", "--root-path", "/api") as asked:
+        assert asked.get("/api/v1/models").status_code == 401
+        assert asked.get("/api/health").status_code == 200
+
+
 def test_keys_come_from_the_environment_too(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with patched(*PATCHES), client() as asked:
