@@ -5,10 +5,11 @@ Prints each failure with its remedy, and exits with 1 if there is one.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from npu_gptoss.doctor import checks
-from npu_gptoss.doctor.findings import FAILED, WARNING, exit_code, guarded, in_words
+from npu_gptoss.doctor.findings import FAILED, WARNING, Words, exit_code, guarded
 from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.doctor.quick import QUICK
 
@@ -16,9 +17,11 @@ from npu_gptoss.doctor.quick import QUICK
 def main(here: Machine | None = None) -> int:
     here = here or Machine()
     findings = [finding for check, function in QUICK.items() for finding in guarded(check, function, here)]
-    wrong = [finding for finding in findings if finding.state in (WARNING, FAILED)]
-    if wrong:
-        print(in_words(findings, checks.GROUPS, brief=True), file=sys.stderr)
+    if any(finding.state in (WARNING, FAILED) for finding in findings):
+        report = Words(checks.GROUPS, brief=True, write=functools.partial(print, file=sys.stderr))
+        for finding in findings:
+            report.add(finding)
+        report.end()
     if exit_code(findings):
         print("\nThe server is not started. More: run the image with `doctor`.", file=sys.stderr)
     return exit_code(findings)
