@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from npu_gptoss.attention import StepMetadata
+from npu_gptoss.attention import StepMetadata, write_kv_cache
 from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.dense.shortlist import Shortlist
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
@@ -73,14 +73,15 @@ def qkv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch ops."""
+    """Plain torch ops, and the attention family's own cache write, which on Ascend can be captured in a graph."""
     hidden = _add(residual, delta)
     normed = rms_norm(hidden, norm_weight, eps, weight.dtype)
-    packed, dim = F.linear(normed, weight, bias), key_cache.shape[3]
-    query = packed.new_empty(len(packed), packed.shape[1] // dim - 2 * key_cache.shape[2], dim)
-    slots = F.pad(metadata.slot_mapping[: metadata.num_tokens], (0, len(packed) - metadata.num_tokens), value=-1)
-    rotate_write(packed, cos_sin, positions, key_cache, value_cache, slots, query)
-    return hidden, query
+    kv_heads, head_dim = key_cache.shape[2:]
+    packed = F.linear(normed, weight, bias).unflatten(-1, (-1, head_dim))
+    query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    write_kv_cache(apply_rotary(key, cos, sin), value, key_cache, value_cache, metadata)
+    return hidden, apply_rotary(query, cos, sin)
 
 
 @register_kernel(
