@@ -235,6 +235,8 @@ def _chosen(offered: list[Tool], choice: Any, parallel: bool, warnings: list[str
     def tools(mode: str, only: Sequence[Tool] = offered, tool: Tool | None = None) -> Tools:
         if mode == "required" and not only:
             raise ConversationError("tool_choice: a call is required, but tools has no function.", "tool_choice")
+        if mode == "required" and len(only) == 1 and only[0].format is not None:  # so its grammar can be enforced
+            mode, tool = "function", only[0]
         return Tools(tuple(only), Choice(mode, tool), parallel, tuple(warnings))  # type: ignore[arg-type]
 
     if choice is None or choice in ("auto", "none", "required"):

@@ -64,6 +64,15 @@ def prompt(library, encoder):
     return prompted
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "apply_patch"}])
+def test_a_required_call_forgets_the_grammar_of_its_only_tool(choice: Any) -> None:
+    asked = responses.read({"input": "hi", "tools": [PATCH], "tool_choice": choice}).asked
+    assert asked.structure.fields == {"grammar": GRAMMAR["definition"]}
+    assert asked.tools.choice.tool.own_name == "apply_patch"
+    several = responses.read({"input": "hi", "tools": [PATCH, SPACE], "tool_choice": "required"}).asked
+    assert several.structure.calls
+
+
 @pytest.mark.parametrize("name", TURNS)
 def test_a_turn_is_read_alike_whole_streamed_and_by_chat(ask, respond, name):
     text, fields, want = TURNS[name]
