@@ -11,12 +11,13 @@ import torch
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from npu_gptoss.serving.compat.engine.control_tokens import allows, hold_out
+from npu_gptoss.serving.compat.engine.control_tokens import allows
 from tests.harmony.conftest import tokenizer_files
 from tests.serving.compat.of_release import LINE
 
 pytestmark = pytest.mark.serving
 
+REPAIR = "control-tokens"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CONTROL = {"<|end|>": 200007, "<|call|>": 200012, "<|channel|>": 200005, "<|start|>": 200006, "<|message|>": 200008}
 RETURN = 200002
@@ -69,9 +70,9 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-def test_constrained_text_holds_no_control_token(backend, tokenizer, kind, spec, text, rest):
-    hold_out(backend, tokenizer)
-    walk = Walk(backend, tokenizer, kind, spec)
+def test_constrained_text_holds_no_control_token(patched, backend, tokenizer, kind, spec, text, rest):
+    with patched(REPAIR):
+        walk = Walk(backend, tokenizer, kind, spec)
     inside = walk.behind(text)
     assert not walk.control()
     assert allows(inside, tokenizer.encode("é", add_special_tokens=False)[0])
@@ -80,17 +81,17 @@ def test_constrained_text_holds_no_control_token(backend, tokenizer, kind, spec,
 
 @KINDS
 @pytest.mark.skipif(LINE == "0.33", reason="its own vocabulary of a structure has no control tokens")
-def test_stock_takes_control_tokens_for_letters(backend, tokenizer, kind, spec, text, rest):
-    walk = Walk(backend, tokenizer, kind, spec)
+def test_stock_takes_control_tokens_for_letters(patched, backend, tokenizer, kind, spec, text, rest):
+    with patched():
+        walk = Walk(backend, tokenizer, kind, spec)
     walk.behind(text)
     assert walk.control() == set(CONTROL)
 
 
 @pytest.mark.parametrize("repaired", [True, False])
-def test_a_tag_keeps_the_control_tokens_of_its_frame_only(backend, tokenizer, repaired):
-    if repaired:
-        hold_out(backend, tokenizer)
-    walk = Walk(backend, tokenizer, "STRUCTURAL_TAG", json.dumps(TAG))
+def test_a_tag_keeps_the_control_tokens_of_its_frame_only(patched, backend, tokenizer, repaired):
+    with patched(*[REPAIR] * repaired):
+        walk = Walk(backend, tokenizer, "STRUCTURAL_TAG", json.dumps(TAG))
     walk.behind("hm\n")
     assert "<|channel|>" in walk.control()
     walk.behind("<|channel|>final<|message|>" + '{"city":"Paris')

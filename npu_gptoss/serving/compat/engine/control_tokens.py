@@ -9,12 +9,15 @@ them for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.serving.compat.patch import Original, around, repair
 
 if TYPE_CHECKING:
     import torch
 
+BACKEND = "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend"
 # Characters that a free text may hold and a literal of a structural tag, such as a function's name, does not.
 FREE = ("é", "中")
 
@@ -63,27 +66,34 @@ def _single(tokenizer: Any, text: str) -> int | None:
     return numbers[0] if len(numbers) == 1 else None
 
 
-def hold_out(backend: Any, tokenizer: Any) -> None:
-    """Makes the grammars that vLLM's xgrammar backend compiles from now on forbid control tokens within their text."""
-    compile_grammar: Callable[..., Any] = backend.compile_grammar
-    filtered = hasattr(backend, "full_vocab_compiler")  # 0.33, whose lark grammars may name control tokens
+@repair(
+    "control-tokens",
+    f"{BACKEND}.compile_grammar",
+    releases="0.11 0.23 0.33",
+    upstream="mlc-ai/xgrammar issue 832",
+    until="vLLM filters the control tokens of structural tags too",
+)
+def install(module: ModuleType) -> None:
+    """xgrammar takes a control token for its letters: `<|end|>` within a JSON string ends the message there."""
+    filtered = hasattr(module.XgrammarBackend, "_filter_special_tokens")  # 0.33, whose lark may name control tokens
 
-    @functools.cache
-    def control_tokens(words: int) -> ControlTokens:
-        return ControlTokens(tokenizer, words)
-
-    def compiled(request_type: Any, *arguments: Any, **keywords: Any) -> Any:
-        grammar = compile_grammar(request_type, *arguments, **keywords)
+    @around(module.XgrammarBackend, "compile_grammar")
+    def compile_grammar(original: Original, self: Any, request_type: Any, *arguments: Any, **keywords: Any) -> Any:
+        grammar = original(self, request_type, *arguments, **keywords)
         fill, literal = grammar.fill_bitmask, filtered or request_type.name == "STRUCTURAL_TAG"
 
         def fill_bitmask(bitmask: torch.Tensor, index: int) -> None:
             fill(bitmask, index)
             row = bitmask[index]
-            tokens = control_tokens(len(row))
+            tokens = control_tokens(self.tokenizer, len(row))
             if not literal or tokens.in_a_string(row):
                 tokens.clear(row)
 
         grammar.fill_bitmask = fill_bitmask
         return grammar
 
-    backend.compile_grammar = compiled
+
+@functools.lru_cache(maxsize=1)
+def control_tokens(tokenizer: Any, words: int) -> ControlTokens:
+    """Returns those of the engine's tokenizer; `words` as there."""
+    return ControlTokens(tokenizer, words)

@@ -23,7 +23,6 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.compat.engine.control_tokens import hold_out
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, failures_of, report, words
 from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair, replace, vllms_own
 from npu_gptoss.serving.compat.targets import RUNNER
@@ -109,7 +108,7 @@ def install_guard(module: ModuleType) -> None:
 )
 def install_backends(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later requests, even if another backend validated
-    them. xgrammar takes a control token for its letters: `<|end|>` within a JSON string ends the message there."""
+    them."""
     manager = module.StructuredOutputManager
     original_init, original_clear = vllms_own(manager, "grammar_init"), manager.clear_backend
     compiling = either(manager, *COMPILING)
@@ -129,8 +128,6 @@ def install_backends(module: ModuleType) -> None:
             failures_of(self)  # created before the copy, so that both share it
             own = copy.copy(self)
             own.backend, own.backend_name = new_backend(name, self.vllm_config, self.tokenizer), name
-            if name == "xgrammar":
-                hold_out(own.backend, self.tokenizer)
             _expect_layout(self.backend, own.backend, name)
             copies[name] = own
             if self.backend is None:
