@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -43,6 +44,14 @@ def few_programs(monkeypatch):
 @pytest.mark.parametrize("name", STEPS)
 def test_kernel_equals_definition(name, sliding_window, dtype):
     check(run_triton, make_step(STEPS[name], dtype, padding=3), sliding_window, rounded_weights=True)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 17])
+def test_the_invariant_kernel_equals_the_definition(sliding_window):
+    """On single rows, too, and with lengths that only the device knows."""
+    run = functools.partial(run_triton, kernel="triton_invariant")
+    check(run, make_step(STEPS["mixed, one without rows"], padding=3), sliding_window)
+    check(run, as_decode(make_step(DECODE), max_seq_len=300, padding=2), sliding_window)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 17])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from npu_gptoss.attention import paged_attention
+from npu_gptoss.attention import AttentionMetadata, paged_attention
 from npu_gptoss.kernels import current_platform
 from tests.attention import triton_run
 from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, interleaved, make_step
@@ -46,6 +48,30 @@ def test_first_keys_loaded_before_the_newest_is_there_change_nothing(sliding_win
     want = run_triton(step, sliding_window)
     monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
     assert torch.equal(run_triton(step, sliding_window), want)
+
+
+def rows_apart(step: Step, sliding_window: int | None, kernel: str | None) -> int:
+    """Rows whose bits are others when a part of their request is a step of its own."""
+    asked = {"kernel": kernel, "sliding_window": sliding_window}
+    whole, steps = step.run(**asked), step.metadata
+    apart = 0
+    for request, keys in enumerate(steps.seq_lens):
+        begin, end = steps.query_start_loc[request : request + 2]
+        for first, last in ((begin, end), (begin, begin + 1), (end - 1, end), (begin + 3, end)):
+            if first >= last:
+                continue
+            table, slots = steps.block_table[request : request + 1], steps.slot_mapping[first:last]
+            part = AttentionMetadata((0, last - first), (keys - (end - last),), table, slots)
+            alone = replace(step, query=step.query[first:last], metadata=part).run(**asked)
+            apart += int((alone != whole[first:last]).flatten(1).any(1).sum())
+    return apart
+
+
+@WINDOWS
+def test_the_invariant_kernel_gives_a_row_the_same_bits_in_any_step(sliding_window):
+    step = on_gpu([(700, 1500), (1, 900), (333, 333), (1, 1), (60, 5000)])
+    assert rows_apart(step, sliding_window, "triton_invariant") == 0
+    assert rows_apart(step, sliding_window, None) > 0, "the check sees no other bits"
 
 
 @WINDOWS

@@ -302,6 +302,23 @@ def test_the_same_call_gives_the_same_bits_a_thousand_times(published, weight_fo
 
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: `make test-cuda` there")
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_the_path_for_many_and_routing_give_a_token_the_same_bits_in_any_batch(published, weight_format):
+    """vLLM's batch-invariant mode uses them for every number of tokens."""
+    call = make_call(published(weight_format), 2048)
+    logits = torch.randn(2048, 32, device=DEVICE).to(BF16)
+    whole, (weights, _) = call.run(PATHS["many"]), route(logits, TOP_K)
+    for tokens in (1, 2, 16, 63, 200, 256, 257, 600):
+        part = Call(call.weights, *(each[:tokens] for each in (call.hidden, call.topk_weights, call.topk_ids)))
+        assert torch.equal(part.run(PATHS["many"]), whole[:tokens]), tokens
+        assert torch.equal(route(logits[:tokens], TOP_K)[0], weights[:tokens]), tokens
+    if weight_format == "mxfp4":
+        part = Call(call.weights, call.hidden[:16], call.topk_weights[:16], call.topk_ids[:16])
+        assert not torch.equal(part.run(PATHS["few"]), whole[:16]), "the check sees no other bits"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: `make test-cuda` there")
 @pytest.mark.parametrize("tokens", [1, 8, 300])
 def test_a_graph_replays_other_tokens_and_experts(tokens):
     weights = make_experts("mxfp4", experts=32, hidden=2880, inner=2880)

@@ -60,6 +60,17 @@ register_kernel(
     summary="As triton_prefill, the causal loop with copies, products and softmax in warps of their own.",
 )
 register_kernel(
+    PAGED,
+    solution="triton",
+    name="attention.paged.triton_invariant",
+    capability=TRITON,
+    signatures=BOTH,
+    traits=TRAITS,
+    priority=Priority.PORTABLE,
+    function=f"{LAUNCH}:run_invariant",
+    summary="As triton_prefill, single rows too: no bit of a row depends on the other rows.",
+)
+register_kernel(
     WRITE_KV,
     solution="triton",
     capability=TRITON,

@@ -65,8 +65,9 @@ def run(
     out: torch.Tensor,
     *,
     hopper: bool = False,
+    decodes: bool = True,
 ) -> None:
-    """The kernel of attention.paged."""
+    """The kernel of attention.paged. decodes: as of `make_plan`."""
     stride = head_stride(key_cache, value_cache)
     if out.stride(-1) != 1:
         raise InputError(f"out must be contiguous in its last dimension, got strides {out.stride()}", field="out")
@@ -75,7 +76,7 @@ def run(
     query = query if query.stride(-1) == 1 else query.contiguous()
     group = triton.next_power_of_2(query.shape[1] // key_cache.shape[2])
     tiling = HOPPER if hopper else tiling_for(query.dtype, sliding_window)
-    plan = _plan(metadata, sliding_window, tiling, group, query.device)
+    plan = _plan(metadata, sliding_window, tiling, group, query.device, decodes)
     before = keys_before(sliding_window)
     call = Call(
         query,
@@ -94,17 +95,26 @@ def run(
 
 
 run_gluon = functools.partial(run, hopper=True)
+run_invariant = functools.partial(run, decodes=False)
 
 
-def _plan(metadata: StepMetadata, sliding_window: int | None, tiling: Tiling, group: int, device: torch.device) -> Plan:
-    if isinstance(metadata, DecodeMetadata):
+def _plan(
+    metadata: StepMetadata,
+    sliding_window: int | None,
+    tiling: Tiling,
+    group: int,
+    device: torch.device,
+    decodes: bool,
+) -> Plan:
+    if isinstance(metadata, DecodeMetadata) and decodes:
         return Plan(Rows(metadata.num_requests, metadata.max_seq_len, metadata.lengths, settled=True), ())
     # a step of decode looks the same to every layer
     positions = tiling.positions(group)
-    key = ("attention.triton", *((sliding_window, positions, tiling.keys) if metadata.max_query_len > 1 else ()))
-    plans = metadata.plans
+    tiled = metadata.max_query_len > 1 or not decodes
+    key = ("attention.triton", decodes, *((sliding_window, positions, tiling.keys) if tiled else ()))
+    plans = {} if isinstance(metadata, DecodeMetadata) else metadata.plans
     if key not in plans:
-        plans[key] = make_plan(metadata, sliding_window, positions, tiling.keys, device)
+        plans[key] = make_plan(metadata, sliding_window, positions, tiling.keys, device, decodes=decodes)
     return plans[key]
 
 

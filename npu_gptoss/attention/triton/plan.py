@@ -2,7 +2,7 @@
 
 Made once a step and window from the host's integers, and sent to the device in one copy from pinned memory. A request
 with one row is decoded; one with more is a prompt, whose keys are gathered into contiguous memory first: of a window
-layer only the visible keys.
+layer only the tiles of keys with a visible one. A key lies in the same tile in every step.
 """
 
 from __future__ import annotations
@@ -60,13 +60,20 @@ class Plan:
 
 
 def make_plan(
-    metadata: AttentionMetadata, sliding_window: int | None, tile_rows: int, tile_keys: int, device: torch.device
+    metadata: AttentionMetadata,
+    sliding_window: int | None,
+    tile_rows: int,
+    tile_keys: int,
+    device: torch.device,
+    *,
+    decodes: bool = True,
 ) -> Plan:
-    """tile_rows: query rows of a prompt's tile; tile_keys: to whose multiple a prompt's gathered keys are padded."""
+    """tile_rows: query rows of a prompt's tile; tile_keys: to whose multiple a prompt's gathered keys are padded.
+    decodes: False where a request of one row is a prompt, too."""
     before = keys_before(sliding_window)
     start, lengths = np.asarray(metadata.query_start_loc), np.asarray(metadata.seq_lens)
     rows = np.diff(start)
-    single, several = np.flatnonzero(rows == 1), np.flatnonzero(rows > 1)
+    single, several = np.flatnonzero((rows == 1) & decodes), np.flatnonzero(rows > decodes)
     pieces: list[np.ndarray] = [lengths, start[single], single]
     rounds: list[tuple[np.ndarray, np.ndarray, int, int]] = []
     for chosen in _rounds(several, lengths):
@@ -117,6 +124,7 @@ def _prompts(
 ) -> tuple[np.ndarray, np.ndarray, int, int]:
     first_position = lengths[chosen] - rows[chosen]
     first_key = np.array([first_visible(position, before) for position in first_position.tolist()])
+    first_key -= first_key % tile_keys
     keys = -(-(lengths[chosen] - first_key) // tile_keys) * tile_keys
     place = np.concatenate(([0], np.cumsum(keys)[:-1]))
     requests = np.stack((chosen, start[chosen], rows[chosen], first_position, first_key, place), axis=1)

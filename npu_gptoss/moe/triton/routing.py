@@ -19,7 +19,10 @@ def route(
     TOP_K: tl.constexpr, BK: tl.constexpr, EXPERTS: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of equal logits the expert with the lower number comes first. NaN: whatever comes out, ids stay within range."""
+    """Of equal logits the expert with the lower number comes first. NaN: whatever comes out, ids stay within range.
+
+    The weights are summed in the order of the logits, so that their bits do not depend on BT.
+    """
     wait_for_inputs(PDL)
     let_next_start(PDL)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -29,22 +32,24 @@ def route(
     left = tl.where(left != left, float("-inf"), left)
     free = mask
     k = tl.arange(0, BK)
-    chosen = tl.full((BT, BK), float("-inf"), tl.float32)
+    first = tl.max(left, 1)
+    total = tl.zeros((BT,), tl.float32)
+    shares = tl.zeros((BT, BK), tl.float32)
     numbers = tl.zeros((BT, BK), tl.int32)
     for i in tl.static_range(TOP_K):
         largest = tl.max(left, 1)
         winner = tl.min(tl.where(free & (left == largest[:, None]), e[None, :], BE), 1)
         winner = tl.minimum(winner, EXPERTS - 1)
-        chosen = tl.where((k == i)[None, :], largest[:, None], chosen)
+        share = tl.exp(largest - first)
+        total += share
+        shares = tl.where((k == i)[None, :], share[:, None], shares)
         numbers = tl.where((k == i)[None, :], winner[:, None], numbers)
         taken = e[None, :] == winner[:, None]
         left = tl.where(taken, float("-inf"), left)
         free = free & (e[None, :] != winner[:, None])
-    shifted = tl.exp(chosen - tl.max(chosen, 1)[:, None])
-    shifted = tl.where((k < TOP_K)[None, :], shifted, 0.0)
     at = token[:, None] * TOP_K + k[None, :]
     mask = (token < tokens)[:, None] & (k < TOP_K)[None, :]
-    tl.store(weights + at, shifted / tl.sum(shifted, 1)[:, None], mask=mask)
+    tl.store(weights + at, shares / total[:, None], mask=mask)
     tl.store(ids + at, numbers, mask=mask)
 
 

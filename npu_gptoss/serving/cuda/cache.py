@@ -13,6 +13,7 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
 from npu_gptoss.model.transformer import KVCache
+from npu_gptoss.serving.cuda.limits import batch_invariant
 from npu_gptoss.serving.releases.vllm import (
     AttentionBackend,
     AttentionCGSupport,
@@ -55,7 +56,7 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
     have rejected drafts that the host still counts. Each such row becomes a separate request with the same blocks.
     """
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support = AttentionCGSupport.NEVER if batch_invariant() else AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -82,7 +83,8 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
         padding rows have none. Else uses the host's lengths, which are exact unless drafts are verified."""
         common, requests = common_attn_metadata, common_attn_metadata.num_reqs
         rows, table, lengths = common.max_query_len, common.block_table_tensor[:requests], common.seq_lens[:requests]
-        if rows <= self.most_rows and requests * rows == common.num_actual_tokens:
+        uniform = rows <= self.most_rows and requests * rows == common.num_actual_tokens
+        if uniform and not batch_invariant():  # else the lengths are the host's
             if rows > 1:
                 table, lengths = self._each_row(table, lengths, rows)
             return DecodeMetadata(lengths, table, common.slot_mapping[: requests * rows], max(common.max_seq_len, 1))
@@ -135,6 +137,10 @@ class SinkBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:
         return StepBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[int | MultipleOf]:

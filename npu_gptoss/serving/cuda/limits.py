@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # vLLM's graphs that break off at a function, instead of torch.compile's pieces
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+INVARIANT = "VLLM_BATCH_INVARIANT"
 
 # Backends of --weight-transfer-config, by what they send to: a model's load_weights, or its parameters
 TRANSFERS, PARAMETERS_ONLY = ("nccl", "ipc", "nccl_m2n"), ("sparse_nccl", "sharded_rdt", "modelexpress")
@@ -58,6 +59,11 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield first and not config.use_v2_model_runner, Refusal(RUNNER, 0, why, "unset it")
     why = "the model is not compiled, so graphs break off at its attention"
     yield os.environ.get(BREAKABLE) == "0", Refusal(BREAKABLE, 0, why, "unset it")
+    if batch_invariant():
+        why = "it was shown for one GPU and one row a request"
+        yield parallel.tensor_parallel_size > 1, Refusal(INVARIANT, 1, why, "leave out --tensor-parallel-size")
+        yield config.speculative_config is not None, Refusal(INVARIANT, 1, why, "leave out --speculative-config")
+        yield config.lora_config is not None, Refusal(INVARIANT, 1, why, "leave out --enable-lora")
     if (lora := config.lora_config) is not None:
         ranks, targets = parallel.tensor_parallel_size, lora.target_modules
         why = "adapters are not cut for several GPUs"
@@ -65,6 +71,11 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
         yield bool(targets), Refusal("--lora-target-modules", " ".join(targets or ()), "an adapter counts whole", out)
         why = "each expert has its own factors"
         yield lora.enable_moe_shared_loras, Refusal("--enable-moe-shared-loras", None, why, out)
+
+
+def batch_invariant() -> bool:
+    """Whether the user wants each request's bits to be those that it has alone, as vLLM reads its variable."""
+    return bool(int(os.environ.get(INVARIANT) or 0))
 
 
 def choose_graphs() -> None:

@@ -24,7 +24,9 @@ from npu_gptoss.model.values import checked_values
 from npu_gptoss.model.warm_up import Reach, warm_up
 from npu_gptoss.model.weights import named_tensors
 from npu_gptoss.serving import limits
+from npu_gptoss.serving.cuda import invariant
 from npu_gptoss.serving.cuda.cache import LayerCache, SinkBackend, Slots
+from npu_gptoss.serving.cuda.limits import batch_invariant
 from npu_gptoss.serving.cuda.ranks import TensorParallel
 from npu_gptoss.serving.cuda.warm_up import before_ready
 from npu_gptoss.serving.loading import readable
@@ -80,7 +82,8 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
     """The class that vLLM builds. `gptoss` holds the weights and is made when they load. With --enable-lora
     `adapters` holds those of `lora.py`.
 
-    An EAGLE3 head finds its target's embedding and vocabulary in `model` and `lm_head`.
+    A drafter that reads hidden states (EAGLE3, DFlash) finds its target's embedding and vocabulary in `model` and
+    `lm_head`.
     """
 
     gptoss: GptOss
@@ -92,6 +95,8 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.config = limits.checked_config(vllm_config)
+        if batch_invariant():
+            invariant.hold()
         self.checkpoint = vllm_config.model_config.model
         self.quantization = vllm_config.model_config.quantization
         self.device, self.dtype = torch.get_default_device(), torch.get_default_dtype()
@@ -112,7 +117,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         self.aux_layers: frozenset[int] = frozenset()
         self.model, self.lm_head, self.updated = nn.Module(), None, Updated()
         speculative = vllm_config.speculative_config
-        self._has_head = speculative is not None and speculative.method == "eagle3"
+        self._has_head = speculative is not None and speculative.use_eagle()
         if vllm_config.lora_config is not None:
             from npu_gptoss.serving.cuda import lora
 
@@ -223,7 +228,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """input_ids, positions [rows]; rows past the step's are padding. -> normed hidden states [rows, hidden], and a
-        list of hidden states of earlier layers for an EAGLE3 head.
+        list of hidden states of earlier layers for a drafter.
 
         The other two arguments are for pipelines and embedded prompts, which `limits` refuses.
         """

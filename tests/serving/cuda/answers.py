@@ -33,7 +33,8 @@ class Question:
     """options: of vLLM's LLM. spoil: the field of a step that each graph reads at its address of the capture.
     padding: GARBAGE, or a mistake of the model with it.
 
-    others: other weights, that `Answer` is about.
+    others: other weights, that `Answer` is about. invariant: in vLLM's batch-invariant mode. bits: also asks for
+    logprobs.
     drafters: all prompts are asked with each of them. Scripts follow the tokens of vLLM's OWN, which comes first.
     """
 
@@ -45,6 +46,8 @@ class Question:
     spoil: str | None = None
     padding: str | None = None
     drafters: list[str] = field(default_factory=list)
+    invariant: bool = False
+    bits: bool = False
     others: tuple[str, str] | None = None  # STARTED, RELOADED, SLEPT or SENT, and the checkpoint
 
 
@@ -54,7 +57,8 @@ class Answer:
     each graph of a whole step. late: captures once the server was ready; compiled: our kernels that Triton compiled
     then. preemptions: of requests, by vLLM's count.
     drafted: by drafter, its tokens, and vLLM's count of proposed and accepted drafts. tail: with `padding`, the largest
-    magnitude that attention gave a padding row, NaN included, and the number of such rows."""
+    magnitude that attention gave a padding row, NaN included, and the number of such rows. logprobs: with `bits`, of
+    each token."""
 
     tokens: list[list[int]]
     full: dict[int, int]
@@ -65,14 +69,16 @@ class Answer:
     preemptions: int
     drafted: dict[str, dict[str, Any]]
     tail: tuple[str, int] | None = None
+    logprobs: list[list[float]] | None = None
 
 
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counted events are in this process
+    question = Question(**json.load(sys.stdin))
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(question.invariant))
     from vllm import LLM, SamplingParams
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-    question = Question(**json.load(sys.stdin))
     seen: Counter[Any] = Counter()
     captured: list[int] = []
 
@@ -97,11 +103,17 @@ def main() -> None:
     def total(name: str) -> int:
         return int(sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}"))
 
+    logprobs: list[list[float]] = []
+
     def asked(more: int = 0) -> list[list[int]]:
         length = question.max_tokens + more
-        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        wanted = {"ignore_eos": True, "detokenize": False} | ({"logprobs": 0} if question.bits else {})
+        sampling = SamplingParams(temperature=0, max_tokens=length, **wanted)
         found = llm.generate([{"prompt_token_ids": ids} for ids in question.prompts], sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in found]
+        answers = [output.outputs[0] for output in found]
+        if question.bits:
+            logprobs[:] = [[next(iter(each.values())).logprob for each in one.logprobs] for one in answers]
+        return [list(one.token_ids) for one in answers]
 
     drafted: dict[str, dict[str, Any]] = {}
     for drafter in question.drafters:
@@ -132,6 +144,7 @@ def main() -> None:
         preemptions=total("num_preemptions"),
         drafted=drafted,
         tail=None if tail is None else (str(float(tail[0])), int(tail[1])),
+        logprobs=logprobs or None,
     )
     print(json.dumps(asdict(answer)), flush=True)
     os._exit(0)  # without a tokenizer vLLM does not exit

@@ -36,6 +36,7 @@ from tests.serving.cuda.answers import (
     Answer,
     Question,
 )
+from tests.serving.cuda.dflash_head import write_dflash
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
 pytestmark = [
@@ -72,14 +73,22 @@ OTHERS = {
     ),
 }
 PADDED = [(FULL, GARBAGE), (PIECES, GARBAGE), (FULL, LEAKING), (FULL, UNCLEARED), (PIECES, UNCLEARED)]
-NGRAM, EAGLE3, HEAD = "ngram", "eagle3", "a head that is written first"
-WAYS = [(NGRAM, 1), (NGRAM, 7), (EAGLE3, 3), (EAGLE3, 5)]  # of drafting, with the number of drafts
+NGRAM, EAGLE3, DFLASH = "ngram", "eagle3", "dflash"
+HEADS = {EAGLE3: "a head that is written first", DFLASH: "a drafter that is written first"}
+WAYS = [(NGRAM, 1), (NGRAM, 7), (EAGLE3, 3), (EAGLE3, 5), (DFLASH, 7)]  # of drafting, with the number of drafts
 RENEWED, OTHER = (RELOADED, SLEPT, SENT), "another checkpoint"
 STALE = (NGRAM, 3)  # a graph that reads the lengths of another step
+ALONE, TOGETHER = "alone", "together"
+BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    ALONE: ({"max_num_seqs": 1}, {}),
+    TOGETHER: ({}, {}),
+    **{name: OTHERS[name] for name in ("chunks", "prefix cache", "preemption", "prompts in pieces")},
+}
+INVARIANT, USUAL = [(batch, "invariant") for batch in BATCHES], [(batch, "usual") for batch in (ALONE, TOGETHER)]
 
 
 def _drafting(method: str, drafts: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    own = {"prompt_lookup_max": 2} if method == NGRAM else {"model": HEAD}
+    own = {"prompt_lookup_max": 2} if method == NGRAM else {"model": HEADS[method]}
     options = {
         "max_model_len": 500,  # ends within a page
         "speculative_config": {"method": method, "num_speculative_tokens": drafts, **own},
@@ -88,6 +97,11 @@ def _drafting(method: str, drafts: int) -> tuple[dict[str, Any], dict[str, Any]]
     all_of_them = method == NGRAM and (method, drafts) != STALE
     more = {"drafters": [OWN, WRONG, RIGHT] if all_of_them else [OWN]}
     return SHARED | options, more | ({"spoil": "lengths"} if (method, drafts) == STALE else {})
+
+
+def _with_bits(batch: str, mode: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    options, more = BATCHES[batch]
+    return graphed() | options, more | {"bits": True, "invariant": mode == "invariant"}
 
 
 # options of vLLM's, and fields of a Question
@@ -100,6 +114,7 @@ ASKED: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
     **{name: (graphed() | options, more) for name, (options, more) in OTHERS.items()},
     **{way: (graphed() | SLEEPS, {"others": (way, OTHER)}) for way in (STARTED, *RENEWED)},
     **{way: _drafting(*way) for way in (*WAYS, STALE)},
+    **{(batch, mode): _with_bits(batch, mode) for batch, mode in (*INVARIANT, *USUAL)},
 }
 
 
@@ -117,10 +132,12 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def head(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("head")
-    write_head(path, directory)
-    return path
+def heads(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of each stand-in of HEADS, the folder."""
+    found = {HEADS[way]: tmp_path_factory.mktemp(way) for way in HEADS}
+    write_head(found[HEADS[EAGLE3]], directory)
+    write_dflash(found[HEADS[DFLASH]], directory)
+    return {name: str(path) for name, path in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +149,17 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answer(
-    request, directory: Path, head: Path, other: Path, prompts: list[list[int]]
+    request, directory: Path, heads: dict[str, str], other: Path, prompts: list[list[int]]
 ) -> Iterator[Callable[[Any], Answer]]:
     """The answer to a question of ASKED. All questions of the chosen tests start at once, AT_ONCE engines at a time."""
 
     def ask(options: dict[str, Any], more: dict[str, Any]) -> Answer:
         question = json.dumps(asdict(Question(str(directory), prompts, TOKENS, options, **more)))
+        for name, path in (heads | {OTHER: str(other)}).items():
+            question = question.replace(name, path)
         run = subprocess.run(
             [sys.executable, "-m", "tests.serving.cuda.answers"],
-            input=question.replace(HEAD, str(head)).replace(OTHER, str(other)),
+            input=question,
             env=os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"},
             cwd=ROOT,
             capture_output=True,
@@ -254,6 +273,19 @@ def test_other_batches_part_at_near_ties_only(asked, prompts, answer, exact, eag
         assert got.preemptions > 0, "every request had its blocks"
     if "pieces" in asked:
         assert got.piecewise > 0, "no prompt was computed in pieces"
+
+
+@pytest.mark.parametrize("asked", INVARIANT[1:], ids=" ".join)
+def test_in_vllms_invariant_mode_no_bit_depends_on_the_batch(asked, answer) -> None:
+    found, alone = answer(asked), answer(INVARIANT[0])
+    assert (found.tokens, found.logprobs) == (alone.tokens, alone.logprobs)
+    assert found.full == {}, "the host's lengths in a graph"
+    assert found.compiled == [], "a kernel was compiled while requests waited"
+
+
+@pytest.mark.parametrize("asked", USUAL[1:], ids=" ".join)
+def test_bits_that_depend_on_the_batch_are_noticed(asked, answer) -> None:
+    assert answer(asked).logprobs != answer(USUAL[0]).logprobs
 
 
 @pytest.mark.parametrize("asked", WAYS, ids=lambda way: f"{way[0]}, {way[1]} drafts")

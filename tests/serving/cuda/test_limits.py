@@ -30,7 +30,12 @@ def config_of(**changes: Any) -> Having:
         "load_config": {"load_format": "auto"},
         "offload_config": {"uva": Having(cpu_offload_gb=0), "prefetch": Having(offload_group_size=0)},
     }
-    whole = {"use_v2_model_runner": True, "weight_transfer_config": None, "lora_config": None}
+    whole = {
+        "use_v2_model_runner": True,
+        "weight_transfer_config": None,
+        "lora_config": None,
+        "speculative_config": None,
+    }
     for name, value in changes.items():
         next((part for part in parts.values() if name in part), whole)[name] = value
     return Having(**{name: Having(**part) for name, part in parts.items()}, **whole)
@@ -57,6 +62,15 @@ def refused(config: Having) -> list[str]:
 def test_an_option_that_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
     assert refused(config_of()) == []
     assert refused(config_of(**change)) == [option]
+
+
+def test_batch_invariance_is_refused_where_it_was_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(limits.INVARIANT, "1")
+    alone = {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    assert refused(config_of(**alone)) == []
+    lora = Having(target_modules=None, enable_moe_shared_loras=False)
+    for change in ({"tensor_parallel_size": 2}, {"speculative_config": Having()}, {"lora_config": lora}):
+        assert refused(config_of(**alone | change))[0] == "VLLM_BATCH_INVARIANT=1"
 
 
 def test_adapters_on_one_gpu_are_served_but_in_vllms_own_layout() -> None:

@@ -58,7 +58,7 @@ def config_of(folder: Path, drafts: int = 0) -> Having:
         scheduler_config=Having(max_num_batched_tokens=256, max_num_seqs=8),
         cache_config=Having(block_size=BLOCK_SIZE),
         parallel_config=Having(enable_expert_parallel=False, decode_context_parallel_size=1),
-        speculative_config=Having(num_speculative_tokens=drafts, method="ngram") if drafts else None,
+        speculative_config=Having(num_speculative_tokens=drafts, use_eagle=lambda: False) if drafts else None,
         compilation_config=Having(static_forward_context={}, max_cudagraph_capture_size=None),
         lora_config=None,
     )
