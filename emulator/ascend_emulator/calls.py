@@ -22,13 +22,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A device tensor as a launched kernel knows it. `owner` shows if the tensor's storage is still alive."""
+    """A device tensor as a launched kernel knows it. `owner` shows if its storage is still alive, as it must be for a
+    replay if `watched`; None: the memory is a graph's own."""
 
     address: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     owner: StorageWeakRef | None = field(default=None, compare=False)
+    watched: bool = field(default=True, compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorRef:
@@ -43,7 +45,7 @@ class TensorRef:
         return memory.alias_at(self.address, self.size, self.stride, self.dtype)
 
     def check_alive(self, operation: str) -> None:
-        if self.owner is not None and self.owner.expired():
+        if self.watched and self.owner is not None and self.owner.expired():
             raise ContractError(
                 f"{operation}: a tensor {list(self.size)} at {self.address:#x} was captured and has been freed or "
                 "re-bound since: the replay would read what now lies there. [R87]",
@@ -135,10 +137,10 @@ class Operation:
     writes: frozenset[str | int] = frozenset()  # arguments that it writes: positions and names
     scratch: frozenset[str | int] = frozenset()  # its workspace, which an update may replace
 
-    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = torch.Tensor) -> list[Any]:
         found = [args[key] for key in self.writes if isinstance(key, int) and key < len(args)]
         found += [kwargs[key] for key in self.writes if isinstance(key, str) and key in kwargs]
-        return list(leaves(found))
+        return list(leaves(found, kind))
 
     def workspace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Bytes of device memory that a call takes in addition to its operands, as far as modelled."""
@@ -187,7 +189,7 @@ class Call:
 
     def lose_results(self) -> None:
         """NaN in every number that the call has just written, for the defect first-replay."""
-        written = self.operation.written(self.args, self.kwargs)  # references here, not tensors
+        written = self.operation.written(self.args, self.kwargs, TensorRef)
         for reference in [*leaves(self.results, TensorRef), *written]:
             if reference.dtype.is_floating_point:
                 reference.alias().fill_(float("nan"))

@@ -553,11 +553,26 @@ def case_R86_update_with_another_operator() -> None:
         torch.sub(it.x, it.x, alpha=2, out=it.out)
 
 
-def case_R86_update_with_another_address() -> None:
-    it = External()
-    other = it.x.clone()
-    with refused("207019", "R86", "fill the captured tensor in place"), it.updating():
+def case_an_update_may_read_another_tensor_of_another_shape() -> None:
+    """CANN asks for as many tasks of the same type; vllm-ascend gives its drafter's steps block tables this way."""
+    it, other = External(), tensor(7)
+    it.graph.replay()
+    with it.updating():
         torch.add(other, it.x, alpha=2, out=it.out)
+        npu.graph_task_update_end(it.side)
+        del other  # before its replay may end
+        it.event.record(it.side)
+    assert it.after.tolist() == [90, 110]
+    it.graph.replay()
+    it.update(4)
+    assert it.after.tolist() == [50, 100], "the captured tensor, again"
+
+
+def case_R86_update_that_writes_another_tensor() -> None:
+    """The graph reads the captured one."""
+    it, other = External(), tensor(0, 0)
+    with refused("207019", "R86", "makes or reads"), it.updating():
+        torch.add(it.x, it.x, alpha=2, out=other)
 
 
 def case_R86_update_without_an_operator() -> None:
@@ -726,10 +741,22 @@ def case_R88_streams_come_back() -> None:
     assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
 
 
-def case_R89_update_with_another_shape() -> None:
+def case_R86_update_that_writes_another_shape() -> None:
     it = External()
-    with refused("207019", "R89"), it.updating():
+    with refused("207019", "R86", "makes or reads"), it.updating():
         torch.add(it.x[:1], it.x[:1], alpha=2, out=it.out[:1])
+
+
+def case_R86_update_that_reads_past_what_the_graph_makes() -> None:
+    x, out, side, graph = tensor(1, 2), tensor(0, 0), npu.Stream(), npu.NPUGraph()
+    with npu.graph(graph):
+        made = x + 1
+        npu.graph_task_group_begin(npu.current_stream())
+        torch.add(made, x, alpha=1, out=out)
+        handle = npu.graph_task_group_end(npu.current_stream())
+    with refused("207019", "R86", "makes or reads"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x, x, alpha=2, out=out)
 
 
 def updatable(x: torch.Tensor, out: torch.Tensor) -> tuple[object, object]:
@@ -741,15 +768,13 @@ def updatable(x: torch.Tensor, out: torch.Tensor) -> tuple[object, object]:
     return graph, handle
 
 
-def case_R89_update_with_another_stride_or_type() -> None:
-    """With the same size and address the kernel would read the wrong elements."""
-    x, out = torch.ones(2, 2, device="npu"), torch.zeros(2, 2, device="npu")
+def case_R89_update_with_another_type() -> None:
+    x, out, side = torch.ones(2, 2, device="npu"), torch.zeros(2, 2, device="npu"), npu.Stream()
     _graph, handle = updatable(x, out)
-    for other, into in ((x.t(), out), (x.view(torch.int32), out.view(torch.int32))):
-        side = npu.Stream()
-        with refused("207019", "R89"), npu.stream(side):
-            npu.graph_task_update_begin(side, handle)
-            torch.add(other, other, alpha=2, out=into)
+    other = x.view(torch.int32)
+    with refused("207019", "R89"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(other, other, alpha=2, out=out.view(torch.int32))
 
 
 def case_R86_update_with_another_number_of_tensors() -> None:
