@@ -6,7 +6,7 @@ refusals to vLLM's own for gpt-oss; the model calls `checked_config` once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, Refusal, asked_for, short
@@ -66,6 +66,16 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     yield cache.kv_sharing_fast_prefill, Refusal("--kv-sharing-fast-prefill", None, why, out)
     of_device = {"npu": ascend.checks, "cuda": cuda.checks}.get(device_type)
     yield from of_device(config) if of_device else ()
+
+
+def head_layers(layers: Iterable[int], config: GptOssConfig) -> tuple[int, ...]:
+    """Returns the layers behind which an EAGLE3 head reads; raises InputError if the model has not all of them."""
+    layers = tuple(layers)
+    if any(not 1 <= layer <= config.num_hidden_layers for layer in layers):
+        got = f"a head that reads behind layers {', '.join(map(str, layers))}"
+        why = f"the model has layers 1 to {config.num_hidden_layers}"
+        raise InputError(Refusal("--speculative-config", got, why, "take a head that was trained for this model"))
+    return layers
 
 
 def objections(config: VllmConfig, device_type: str) -> list[Refusal]:

@@ -36,6 +36,7 @@ from npu_gptoss.serving.releases.vllm import (
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
+    SupportsEagle3,
     SupportsPP,
     VllmConfig,
     VocabParallelEmbedding,
@@ -191,6 +192,7 @@ class GptOssModel(nn.Module):
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             ["hidden_states", "residual"], config.hidden_size
         )
+        self.aux_layers: tuple[int, ...] = ()  # behind how many layers an EAGLE3 head reads the residual stream
 
     def get_input_embeddings(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(input_ids)
@@ -201,22 +203,26 @@ class GptOssModel(nn.Module):
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | IntermediateTensors:
-        """Token ids [tokens] (or embeddings) -> normed hidden states [tokens, hidden], or this stage's streams."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]] | IntermediateTensors:
+        """Token ids [tokens] (or embeddings) -> normed hidden states [tokens, hidden], or this stage's streams; with
+        an EAGLE3 head also the residual streams that it reads."""
         if get_pp_group().is_first_rank:
             hidden_states = self.get_input_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
             residual = None
         else:
             hidden_states, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
-        for layer in self.layers[self.start_layer : self.end_layer]:
+        aux = []
+        for behind, layer in enumerate(self.layers[self.start_layer : self.end_layer], self.start_layer + 1):
             hidden_states, residual = layer(hidden_states, positions, residual)
+            if behind in self.aux_layers:
+                aux.append(hidden_states + residual)
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
         hidden_states, _ = self.norm(hidden_states, residual)
-        return hidden_states
+        return (hidden_states, aux) if aux else hidden_states
 
 
-class GptOssForCausalLM(nn.Module, SupportsPP):
+class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsPP):
     """vLLM's registry gives this class for GptOssForCausalLM once the plugin is loaded."""
 
     # vLLM's loader: no fall-back to pickled files
@@ -245,6 +251,15 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
         return self.model.get_input_embeddings(input_ids)
 
     embed_input_ids = get_input_embeddings  # the name in later releases
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """layers: behind how many layers `forward` also returns the residual stream."""
+        self.model.aux_layers = limits.head_layers(layers, self.gpt_oss_config)
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """Returns vLLM's default layers."""
+        layers = self.gpt_oss_config.num_hidden_layers
+        return 2, layers // 2, layers - 3
 
     def forward(
         self,

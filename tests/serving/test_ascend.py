@@ -62,7 +62,7 @@ def configuration(additional_config: dict[str, Any] | None = None, **changes: An
     """The parts of VllmConfig that this side looks at."""
     parts = {"max_num_seqs": 16, "cuda_graph_sizes": [32], "cudagraph_capture_sizes": None, "sequence_parallel": False}
     parts |= {"enforce_eager": False, "async_scheduling": False, "cudagraph_mode": None, "speculative_config": None}
-    ranks = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+    ranks = {f"{name}_parallel_size": 1 for name in ("tensor", "data", "pipeline")} | {"enable_expert_parallel": False}
     parts |= {**ranks, "experts": 32, **changes}
     return SimpleNamespace(
         additional_config=additional_config,
@@ -125,6 +125,12 @@ def test_experts_that_ranks_do_not_share_evenly_are_refused(right_stack):
     assert against(configuration(**uneven | {"enable_expert_parallel": False})) == []
     for even in ({"data_parallel_size": 4}, {"data_parallel_size": 2, "tensor_parallel_size": 4}, {"experts": 96}):
         assert against(configuration(**uneven | even)) == []
+
+
+def test_a_head_that_reads_other_stages_is_refused(right_stack):
+    head, ngrams = ({"speculative_config": SimpleNamespace(method=method)} for method in ("eagle3", "ngram"))
+    assert against(configuration(pipeline_parallel_size=2, **head)) == ["--pipeline-parallel-size 2"]
+    assert against(configuration(**head)) == against(configuration(pipeline_parallel_size=2, **ngrams)) == []
 
 
 @pytest.mark.parametrize("spelling", ["vllm-ascend", "vllm_ascend"])

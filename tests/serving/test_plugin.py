@@ -22,7 +22,8 @@ from npu_gptoss import plugin
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving import limits, platform, quantization, releases
 from npu_gptoss.serving.ascend import limits as ascend_limits
-from tests.checkpoints import new_checkpoint
+from tests.checkpoints import new_checkpoint, random_config
+from tests.refused import refused
 from tests.serving.conftest import run
 
 pytestmark = pytest.mark.serving
@@ -345,6 +346,14 @@ def test_a_flag_that_nobody_gave_is_not_refused(written: dict[str, str], named: 
 def test_options_that_vllm_may_refuse_first_are_refused_too(change: dict[str, Any], option: str) -> None:
     assert limits.objections(configuration(), "cpu") == []
     assert [refusal.asked for refusal in limits.objections(configuration(**change), "cpu")] == [option]
+
+
+@pytest.mark.parametrize("layers", [(0, 2, 3), (2, 3, 5)])
+def test_a_head_for_a_model_of_other_layers_is_refused(layers: tuple[int, ...]) -> None:
+    config = random_config(layers=4)
+    assert limits.head_layers([1, 2, 4], config) == (1, 2, 4)
+    with refused("--speculative-config"):
+        limits.head_layers(layers, config)
 
 
 def test_refusals_of_vllm_ascend_come_on_an_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,10 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     why = f"vllm-ascend distributes {experts} experts correctly only over a number of ranks that divides them"
     remedy = "use as many ranks, or leave it out"
     yield wrong, Refusal("--enable-expert-parallel", f"on {ranks} ranks", why, remedy)
+    stages, drafter = parallel.pipeline_parallel_size, config.speculative_config
+    why = "vllm-ascend has an EAGLE3 head on the last stage, and it reads layers of other stages, too"
+    wrong = stages > 1 and drafter is not None and drafter.method == "eagle3"
+    yield wrong, Refusal("--pipeline-parallel-size", stages, why, "leave out it or --speculative-config")
     why, remedy = "the weights of a running server stay as they are", "leave it out, and restart for other weights"
     sent = getattr(config, "weight_transfer_config", None) is not None  # from vLLM 0.23 on
     yield sent, Refusal("--weight-transfer-config", None, why, remedy)

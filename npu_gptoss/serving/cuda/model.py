@@ -210,7 +210,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """layers: behind how many layers `forward` also returns the residual stream."""
-        self.aux_layers = frozenset(layers)
+        self.aux_layers = frozenset(limits.head_layers(layers, self.config))
 
     def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Returns vLLM's default layers."""

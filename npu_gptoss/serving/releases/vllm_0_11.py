@@ -36,7 +36,7 @@ STAYED: dict[str, str] = {
     f"{_LAYERS}.rotary_embedding.base": "RotaryEmbedding",
     f"{_LAYERS}.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     f"{_MODELS}.config": "MODELS_CONFIG_MAP",
-    f"{_MODELS}.interfaces": "SupportsPP",
+    f"{_MODELS}.interfaces": "SupportsEagle3 SupportsPP",
     f"{_MODELS}.utils": (
         "PPMissingLayer extract_layer_index make_empty_intermediate_tensors_factory make_layers "
         "maybe_prefix sequence_parallel_chunk"

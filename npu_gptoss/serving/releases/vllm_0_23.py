@@ -47,7 +47,7 @@ MODULES = STAYED | {
 }
 
 
-DRAFTERS = ("ngram",)  # methods of --speculative-config; EAGLE's steps have lengths that only the device knows
+DRAFTERS = ("ngram", "eagle3")  # methods of --speculative-config
 MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in vLLM's copy of config.json
 
 

@@ -88,13 +88,20 @@ def start(checkpoint: str, options: dict[str, Any]) -> Any:
 
 
 def count_replays() -> Callable[[], dict[str, int]]:
-    """A function that counts the graphs that vllm-ascend has captured and this process has replayed, and on 0.23 the
-    requests that it has preempted."""
+    """A function that counts the graphs that vllm-ascend has captured and this process has replayed, on 0.23 the
+    requests that it has preempted, and the drafts that it has accepted."""
     import torch
     from vllm.compilation.counter import compilation_counter
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    replays, replay, preempted = [0], torch.npu.NPUGraph.replay, [0]
+    replays, replay, preempted, accepted = [0], torch.npu.NPUGraph.replay, [0], [0]
+    observe = Scheduler.make_spec_decoding_stats
+
+    def observed(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        accepted[0] += kwargs["num_accepted_tokens"]
+        return observe(scheduler, *args, **kwargs)
+
+    Scheduler.make_spec_decoding_stats = observed
 
     def counted(graph: Any) -> None:
         replays[0] += 1
@@ -113,6 +120,7 @@ def count_replays() -> Callable[[], dict[str, int]]:
         "captured": compilation_counter.num_cudagraph_captured,
         "replayed": replays[0],
         "preempted": preempted[0],
+        "accepted": accepted[0],
     }
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pkgutil
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 Function = Callable[..., Any]
 ASCEND, EXPERTS = "npu_gptoss.attention.ascend", "npu_gptoss.moe.ascend"
 CAPTURED, START = "npu_gptoss.serving.ascend.captured", "npu_gptoss.serving.ascend.start_check"
 BUILDER = "npu_gptoss.serving.ascend.attention:AscendSinkMetadataBuilder"
+PROPOSER = "vllm_ascend.spec_decode.llm_base_proposer:AscendSpecDecodeBaseProposer"
 
 
 def replaced(owner: str, name: str, make: Callable[[Function], Function]) -> contextlib.AbstractContextManager[Any]:
@@ -176,30 +180,70 @@ def all_to_all(*arguments: Any, **options: Any) -> Any:
     return MoECommType.ALLTOALL
 
 
-ANSWERS: dict[tuple[int, ...], list[int]] = {}  # by the beginning of a prompt: the longest sequence so far
+ANSWERS: dict[tuple[int, ...], dict[int, int]] = {}  # by the beginning of a prompt: tokens by their place
 
 
 def drafting(make: Callable[[list[int], int], list[int]]) -> list[tuple[str, str, Callable[[Function], Function]]]:
-    """Drafts by `make(the tokens that follow in an earlier answer, their number)` in the place of n-grams'."""
+    """Drafts by `make(the tokens that follow in an earlier answer, their number)` in the place of n-grams' or of a
+    head's, which runs all the same."""
 
-    def change(right: Function) -> Function:
+    def drafts(runner: Any, row: int, tokens: dict[int, int], count: int) -> list[int]:
+        """tokens: of the request in this row, up to its last one."""
+        answer = ANSWERS.setdefault(tuple(runner.input_batch.token_ids_cpu[row, :20]), {})
+        answer.update(tokens)
+        end = max(tokens) + 1
+        return make([answer.get(place, 0) for place in range(end, end + count)], count)
+
+    def of_ngrams(right: Function) -> Function:
         def propose(self: Any, sampled: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-            drafts, batch = [], self.runner.input_batch
-            for row, new in enumerate(sampled):
-                end = batch.num_tokens_no_spec[row]
-                tokens = batch.token_ids_cpu[row, :end].tolist()
-                answer = ANSWERS.setdefault(tuple(tokens[:20]), tokens)
-                if len(tokens) > len(answer):
-                    ANSWERS[tuple(tokens[:20])] = tokens
-                drafts.append(make(answer[end : end + self.k], self.k) if new else [])
-            return drafts
+            def of(row: int) -> list[int]:
+                batch = self.runner.input_batch
+                tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist()
+                return drafts(self.runner, row, dict(enumerate(tokens)), self.k)
+
+            return [of(row) if new else [] for row, new in enumerate(sampled)]
 
         return propose
 
-    return [("vllm_ascend.spec_decode.ngram_proposer:AscendNgramProposer", "propose", change)]
+    def of_head(right: Function) -> Function:
+        def _propose(self: Any, **asked: Any) -> torch.Tensor:
+            tokens, places = (asked[f"target_{name}"].tolist() for name in ("token_ids", "positions"))
+            rows = accepted(asked)
+            made = right(self, **asked)
+            for row, new in enumerate(asked["next_token_ids"].tolist()):
+                known = {places[at]: tokens[at] for at in rows[row]} | {places[rows[row][-1]] + 1: new}
+                made[row] = torch.tensor(drafts(self.runner, row, known, made.shape[1]))
+            return made
+
+        return _propose
+
+    return [
+        ("vllm_ascend.spec_decode.ngram_proposer:AscendNgramProposer", "propose", of_ngrams),
+        (PROPOSER, "_propose", of_head),
+    ]
 
 
-PERFECT = drafting(lambda follow, count: (follow + [0] * count)[:count])
+def accepted(asked: dict[str, Any]) -> list[range]:
+    """The rows of each request before a head drafts, without those of refused drafts."""
+    starts, last = asked["common_attn_metadata"].query_start_loc_cpu.tolist(), asked["token_indices_to_sample"]
+    ends = starts[1:] if last is None else [end + 1 for end in last.tolist()]
+    return [range(start, end) for start, end in zip(starts, ends, strict=False)]
+
+
+def head_reads_kept(right: Function) -> Function:
+    kept: dict[int, torch.Tensor] = {}
+
+    def _propose(self: Any, **asked: Any) -> torch.Tensor:
+        for at in accepted(asked)[0]:
+            kept[int(asked["target_positions"][at])] = asked["target_hidden_states"][at].cpu()
+        torch.save(kept, os.environ["HEAD_READS"])
+        return right(self, **asked)
+
+    return _propose
+
+
+PERFECT = drafting(lambda follow, count: follow)
+ADVERSARIAL = drafting(lambda follow, count: [*follow[:-1], 1 + sum(follow) % 90])
 DROPPED = (CAPTURED, "update", lambda right: lambda stream, call, handle, event, _: event.record(stream))
 UNCHECKED = [(START, name, returning(None)) for name in ("attention", "rest")]
 # The checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts.
@@ -270,7 +314,18 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "drafts_none": drafting(lambda follow, count: []),
     "drafts_random": drafting(lambda follow, count: random.choices(range(96), k=count)),
     "drafts_perfect": PERFECT,
-    "drafts_adversarial": drafting(lambda follow, count: [*(follow + [0] * count)[: count - 1], 1 + sum(follow) % 90]),
+    "drafts_adversarial": ADVERSARIAL,
+    # the lengths of a step in flight count its refused drafts, too
+    "drafts_adversarial, lengths_uncorrected": [
+        *ADVERSARIAL,
+        (
+            "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
+            "_correct_optimistic_seq_lens_cpu",
+            returning(None),
+        ),
+    ],
+    # what a head gets of its target, by the place in the first request, goes to the file HEAD_READS
+    "head_reads_kept": [(PROPOSER, "_propose", head_reads_kept)],
     "dispatch_unchecked": [(START, "dispatch", returning(None))],
     "without_triton_unchecked": [
         *WITHOUT_TRITON,

@@ -84,21 +84,6 @@ def test_full_graphs_follow_each_steps_lengths_or_are_left(serve_9_1, expected):
     assert graphs(printed)[1] == [TOKENS - 1] * 5 + [0, 0]
 
 
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
-
-
-def test_drafts_right_wrong_and_random_change_no_token(serve_9_1, expected):
-    """Steps in which each request has both drafts replay the graph of three rows a request; others run without one."""
-    drafters = [None, "drafts_none", "drafts_perfect", "drafts_adversarial", "drafts_random"]
-    rounds = [turn(SPOILT, tokens=9, spoil=spoil) for spoil in [*drafters, "drafts_perfect, updates_dropped"]]
-    results, printed = serve_9_1(rounds, options=DRAFTS)
-    assert right(rounds, results, expected) == [True] * len(drafters) + [False]
-    assert [[a["tokens"] for a in found] for found in results[1:-1]] == [[a["tokens"] for a in results[0]]] * 4
-    replays = graphs(printed)[1]
-    assert replays[:2] == [0, 0]
-    assert 2 <= replays[2] < replays[3] < 9, "all of three tokens a step are right, or two"
-
-
 # five requests come to need a second block of each group: 20 of 13. Of the last, the window leaves a block behind
 CROWDED = [turn((121, 122, 123, 124, 125), tokens=9), turn((300, 60), seed=2), turn((121, 122, 123, 124, 125))]
 WITHOUT_GROUPS = {"disable_hybrid_kv_cache_manager": True}
