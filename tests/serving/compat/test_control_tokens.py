@@ -1,4 +1,4 @@
-"""Constrained text holds no control token of harmony: in xgrammar's JSON strings `<|end|>` would be seven letters."""
+"""Constrained text holds no control token of harmony, seven letters to xgrammar, and no endless white space."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from npu_gptoss.serving.compat.engine.control_tokens import allows
+from npu_gptoss.serving.compat.engine.white_space import MOST
 from tests.harmony.conftest import tokenizer_files
 from tests.serving.compat.of_release import LINE
 
@@ -97,3 +98,53 @@ def test_a_tag_keeps_the_control_tokens_of_its_frame_only(patched, backend, toke
     walk.behind("<|channel|>final<|message|>" + '{"city":"Paris')
     assert walk.control() == (set() if repaired else set(CONTROL))
     assert allows(walk.behind('"}'), CONTROL["<|end|>"])
+
+
+class Spaced(Walk):
+    """A walk with runs of single tokens."""
+
+    def run(self, text: str, count: int) -> torch.Tensor:
+        assert self.grammar.accept_tokens("r", self.tokenizer.encode(text, add_special_tokens=False) * count)
+        self.grammar.fill_bitmask(self.mask, 1)
+        return self.mask[1]
+
+    def spaces(self) -> list[bool]:
+        single = (self.tokenizer.encode(text, add_special_tokens=False) for text in (" ", "\n"))
+        return [allows(self.mask[1], number) for (number,) in single]
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+def test_white_space_between_the_tokens_of_json_ends(patched, backend, tokenizer, repaired):
+    """A server whose model writes nothing else would end at max_tokens, with half of an object."""
+    with patched(*["white-space"] * repaired):
+        walk = Spaced(backend, tokenizer, "JSON", json.dumps(SCHEMA))
+    walk.behind("{")
+    walk.run("\n", MOST - 1)
+    assert walk.spaces() == [True, True]
+    inside = walk.run(" ", 1)
+    assert walk.spaces() == [not repaired] * 2
+    assert allows(inside, tokenizer.encode('"', add_special_tokens=False)[0])
+    walk.behind('"city":"')
+    walk.run(" ", 2 * MOST)
+    assert walk.spaces()[0], "a string may hold any number"
+
+
+def test_white_space_of_refused_drafts_does_not_count(patched, tokenizer, backend):
+    with patched("white-space"):
+        backend.num_speculative_tokens = 4
+        walk = Spaced(backend, tokenizer, "JSON", json.dumps(SCHEMA))
+    walk.behind("{")
+    walk.run("\n", MOST)
+    walk.grammar.rollback(2)
+    walk.run("\n", 1)
+    assert walk.spaces() == [True, True]
+
+
+def test_free_text_before_a_tag_has_any_white_space(patched, backend, tokenizer):
+    with patched("white-space"):
+        walk = Spaced(backend, tokenizer, "STRUCTURAL_TAG", json.dumps(TAG))
+    walk.run("\n", 2 * MOST)
+    assert walk.spaces() == [True, True]
+    walk.behind("<|channel|>final<|message|>{")
+    walk.run("\n", MOST)
+    assert walk.spaces() == [False, False]

@@ -9,6 +9,7 @@ them for.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +23,30 @@ BACKEND = "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend"
 FREE = ("é", "中")
 
 
+class Letters:
+    """What rows of the bit mask allow of the plain tokens of one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._newline = _single(tokenizer, "\n")
+        self._free = [number for number in map(functools.partial(_single, tokenizer), FREE) if number is not None]
+
+    def newline(self, row: torch.Tensor) -> bool:
+        return self._newline is None or allows(row, self._newline)
+
+    def any(self, row: torch.Tensor) -> bool:
+        """Returns whether the row allows any letters, as a free text does and JSON between its strings does not."""
+        return bool(self._free) and all(allows(row, number) for number in self._free)
+
+
 class ControlTokens:
     """The special tokens of one tokenizer, without its end of text, which grammars place themselves."""
 
     def __init__(self, tokenizer: Any, words: int) -> None:
         """`words`: int32 in a row of the bit mask."""
-        import torch
-
         added = tokenizer.added_tokens_decoder
         special = {number for number, token in added.items() if token.special and number < 32 * words}
-        allowed = torch.full((words,), -1, dtype=torch.int32)
-        for number in special - {tokenizer.eos_token_id}:
-            allowed[number // 32] &= ~_bit(number)
-        self._allowed = allowed
-        self._newline = _single(tokenizer, "\n")
-        self._free = [number for number in map(functools.partial(_single, tokenizer), FREE) if number is not None]
+        self._allowed = mask_without(special - {tokenizer.eos_token_id}, words)
+        self._letters = Letters(tokenizer)
 
     def clear(self, row: torch.Tensor) -> None:
         """Forbids the control tokens in one row of the bit mask, in place, if that leaves a token."""
@@ -46,8 +56,17 @@ class ControlTokens:
 
     def in_a_string(self, row: torch.Tensor) -> bool:
         """Returns whether the row allows any letters but no newline, as JSON's strings do and no literal of a tag."""
-        newline = self._newline is None or allows(row, self._newline)
-        return bool(self._free) and not newline and all(allows(row, number) for number in self._free)
+        return self._letters.any(row) and not self._letters.newline(row)
+
+
+def mask_without(numbers: Iterable[int], words: int) -> torch.Tensor:
+    """Makes a row of the bit mask, [words] int32, that allows every other token."""
+    import torch
+
+    allowed = torch.full((words,), -1, dtype=torch.int32)
+    for number in numbers:
+        allowed[number // 32] &= ~_bit(number)
+    return allowed
 
 
 def _bit(number: int) -> int:
