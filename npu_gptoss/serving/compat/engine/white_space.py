@@ -15,7 +15,7 @@ from npu_gptoss.serving.compat.patch import Original, around, repair
 if TYPE_CHECKING:
     import torch
 
-MOST = 16  # tokens in a row; a line end with its indentation is one or two
+MOST = 8  # tokens in a row; a line end with its indentation is one or two
 JSON = ("JSON", "JSON_OBJECT", "STRUCTURAL_TAG")
 BYTES = set("ĠĊĉč")  # space, line feed, tab and carriage return, as a byte-level vocabulary writes them
 
