@@ -40,7 +40,10 @@ def check_directory(
     """
     if overrides:
         values = as_stored(read_json(directory / CONFIG_NAME, ConfigError), directory)
-        config = GptOssConfig.from_dict(overridden(values, overrides) if isinstance(values, dict) else values)
+        try:
+            config = GptOssConfig.from_dict(overridden(values, overrides) if isinstance(values, dict) else values)
+        except ConfigError as error:
+            raise error.at(f"{directory / CONFIG_NAME} with the fields that an option replaces") from None
     else:
         config = GptOssConfig.from_directory(directory)
     check_files(directory)

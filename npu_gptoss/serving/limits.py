@@ -47,7 +47,8 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     written = (getattr(model.hf_config, "quantization_config", None) or {}).get("quant_method")
     # of another format in config.json, its rule says so: nobody gave the flag
     wrong = model.quantization not in QUANTIZATIONS and written in (None, MXFP4, *QUANTIZATIONS)
-    yield wrong, Refusal("--quantization", model.quantization, why, out)
+    given = None if model.quantization == "ascend" else model.quantization  # vllm-ascend writes its own over any
+    yield wrong, Refusal("--quantization", given, why, out)
     why = "the KV cache has the model's dtype"
     yield kv_dtype not in ("auto", dtype), Refusal("--kv-cache-dtype", kv_dtype, why, out)
     yield kv_scales, Refusal("--calculate-kv-scales", None, why, out)

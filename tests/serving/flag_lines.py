@@ -29,6 +29,18 @@ _LINES = """
 SSSS | --tensor-parallel-size 1
 SSSS | --tensor-parallel-size 2
 SSSS | --tensor-parallel-size 2 --enable-expert-parallel
+SSSS | -tp 2
+UUSS | --tensor-parallel-size=2 -ep
+VVVR | --tensor-parallel-size=3
+VVVV | --tensor-parallel-size 0
+VVVV | --max-num-seqs -1
+VVSS | --max-num-batched-tokens 64
+SSSS | --max_model_len 8k
+VVVV | --gpu-memory-utilization 90
+VVVV | --config /nowhere.yaml
+VVVV | --config pyproject.toml
+UUUU | --config docker/compose.yaml
+VVSS | VLLM_USE_V1=0
 SSSS | --tensor-parallel-size 4
 SSSS | --tensor-parallel-size 4 --max-model-len 32768 --enforce-eager
 SSSA | --pipeline-parallel-size 2
@@ -57,14 +69,23 @@ SSSS | --override-generation-config '{"temperature": 1.0}'
 RRRR | --hf-overrides '{"rope_scaling": {"factor": 4, "original_max_position_embeddings": 32768, "rope_type": "yarn"}}'
 RRRR | --hf-overrides '{"quantization_config": {}}'
 SSSS | --hf-overrides '{"num_experts_per_tok": 2}'
+SSSS | --hf-overrides.num_experts_per_tok 2
+RRRR | --hf-overrides '{"rope_scaling": null}'
+RRRR | --hf-overrides '{"is_causal": false}'
+RRRR | --hf-overrides '{"torch_dtype": "float16"}'
+RRRR | --hf-overrides '{"quantization_config": null}'
+VVVV | --hf-overrides nonsense
+VVVV | --additional-config x
 RRRA | --hf-overrides QUARK
 SSSS | --dtype auto
 SSSS | --dtype bfloat16
+SRRV | --dtype float32
 RRRR | --dtype half
 RRRR | --dtype float16 --quantization mxfp4
 SSSS | --quantization mxfp4
 VRVS | --quantization fp8
 VRVS | --quantization awq
+VRVS | --quantization modelopt
 VRVS | --quantization quark
 VRVA | --quantization bitsandbytes --load-format bitsandbytes
 VRVS | --quantization gguf

@@ -54,7 +54,7 @@ def server_parser() -> Any:
 
 def parsed(*flags: str) -> Any:
     """Returns the parsed arguments of a server."""
-    return server_parser().parse_args(flags)
+    return server_parser().parse_args(list(flags))
 
 
 def application(arguments: Any) -> Any:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.start import checkpoint
 from tests.model.corrupt import INDEX, VOCABULARY, write_pristine
+from tests.refused import refused
 from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
@@ -75,6 +76,19 @@ def test_damaged_checkpoint_is_refused_before_vllm_reads_it(directory, patched, 
     damage(directory)
     with patched("checkpoint-check"), pytest.raises(InputError, match=words):
         engine_config(directory)
+
+
+def test_config_file_that_vllm_would_pass_over_is_refused(directory: Path, patched: Any, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", str(directory), "--config=server.yaml"])
+    with patched("checkpoint-check"), refused("--config=server.yaml"):
+        engine_config(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00003.safetensors"])
+def test_file_in_place_of_the_folder_is_refused(directory: Path, patched: Any, name: str) -> None:
+    (directory / name).touch()
+    with patched("checkpoint-check"), pytest.raises(InputError, match=f"give its folder, {directory}"):
+        engine_config(directory / name)
 
 
 def test_good_checkpoints_and_other_models_reach_vllm(directory: Path, patched: Any) -> None:
@@ -142,10 +156,10 @@ def test_corrupt_checkpoints_end_vllm_serve_with_a_sentence() -> None:
 def test_a_gguf_of_gpt_oss_is_refused_with_what_to_take(tmp_path: Path) -> None:
     """vLLM's own answer named an architecture, or asked for a config.json, behind 70 lines."""
     file = tmp_path / "model.gguf"
-    for content, refused in ((b"GGUF\3\0general.architecture\x07gpt-oss", True), (b"GGUF\3\0qwen3", False)):
+    for content, ours in ((b"GGUF\3\0general.architecture\x07gpt-oss", True), (b"GGUF\3\0qwen3", False)):
         file.write_bytes(content)
         for path in (file, tmp_path):
-            if not refused:
+            if not ours:
                 checkpoint.check_gguf(path)
                 continue
             with pytest.raises(InputError) as caught:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+from npu_gptoss.serving.compat.start import ends
 from npu_gptoss.serving.compat.start.small_files import spell_overrides
 from npu_gptoss.serving.releases import here
 
@@ -74,15 +76,21 @@ def install_check(module: ModuleType) -> None:
 
 def check(options: EngineArgs) -> None:
     """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves other models to vLLM."""
+    from npu_gptoss.model.check import check_directory, check_tokenizer
+    from npu_gptoss.model.config import GptOssConfig
+
     directory = Path(options.model)
     overrides = options.hf_overrides
     check_gguf(directory)
+    if os.path.isfile(directory) and directory.suffix != ".gguf":  # noqa: PTH113  # never raises
+        GptOssConfig.from_directory(directory)  # says which folder to give
     if not os.path.isdir(directory) or options.hf_config_path:  # noqa: PTH112  # never raises
         return
     if not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
         return
-    from npu_gptoss.model.check import check_directory, check_tokenizer
-
+    if ends.serves() and (words := [word for word in sys.argv if word.startswith("--config=")]):
+        said = f"{words[0]}: vLLM passes over this spelling. Write a blank in place of the equals sign."
+        raise InputError(said, field=words[0])
     rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # only in 0.11.0
     weights = options.load_format != "dummy"
     config = check_directory(
@@ -155,6 +163,8 @@ def _read_as_vllm_does(directory: Path, weights: bool) -> None:
     if weights:
         from safetensors import safe_open
 
-        for file in sorted(directory.glob("*.safetensors")):
+        from npu_gptoss.model.safetensors_reader import find_tensors
+
+        for file in sorted({stored.file for stored in find_tensors(directory).values()}):
             with panics_told(f"{file} cannot be read by safetensors", remedy), safe_open(file, framework="pt"):
                 pass

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError, short
@@ -40,6 +40,8 @@ _RECORDS = ("failed to start", "while running API servers")
 _LEAVE, _PATH = "Leave out the option that needs it, or install it", "Check the model's path or name"
 _DOWNLOAD = "Download the model first (`hf download openai/gpt-oss-20b`), or give the path of a checkpoint"
 _MEMORY = "Ask for less memory: a smaller --max-model-len, or another --gpu-memory-utilization"
+_COUNTS = "Give --max-model-len, --max-num-seqs and --max-num-batched-tokens as numbers above 0"
+_YAML = "Give --config one YAML file with lines of the form `option: value`"
 _GGUF = "Take the model's safetensors, in MXFP4 or BF16"
 REMEDIES = (
     (r"No module named '?([\w.-]+)", r"Install the package \1, or leave out the option that needs it"),
@@ -48,15 +50,23 @@ REMEDIES = (
     (r"Repo id must|repository ID|valid model identifier|appear to have", _PATH),
     (r"(?i:address) already in use", "Stop the other server, or choose another --port"),
     (r"sliding window", "Leave out --disable-sliding-window"),
+    (r"not supported for quantization method", "Use --dtype bfloat16"),
     (r"[Qq]uantization (method|is currently)", "Leave out --quantization: the checkpoint's own format is served"),
-    (r"max_num_batched_tokens \(-|negative dimension", "Give --max-model-len as a number of tokens"),
-    (r"V0 engine|VLLM_USE_V1", "Leave out what only vLLM's V0 engine has, such as --max-num-partial-prefills"),
+    (r"max_num_batched_tokens \(-|max_num_batched_tokens \(0|negative dimension", _COUNTS),
+    (r"max_num_batched_tokens \(\d", "Use a larger --max-num-batched-tokens or a smaller --max-num-seqs"),
+    (r"modulo by zero|data_parallel_rank \(0", "Give at least 1 to --tensor-parallel-size and --data-parallel-size"),
+    (r"object has no attribute 'items'|while (parsing|scanning)|[Cc]onfig file", _YAML),
+    (r"divisible by tensor parallel", "Use a --tensor-parallel-size that divides it"),
+    (
+        r"V0 engine|VLLM_USE_V1",
+        "Leave out what only vLLM's V0 engine has (VLLM_USE_V1=0, --max-num-partial-prefills)",
+    ),
     (r"swap space", "Use a smaller --swap-space"),
     (r"GGUF|gguf", _GGUF),
     (r"FP8 KV cache", "Leave out --kv-cache-dtype: the cache has the model's dtype"),
     (r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|: -9\b", _MEMORY),
 )
-REMEDY = "Correct or leave out the option that it is about; `npu-gptoss doctor` checks the installation"
+REMEDY = "Correct or leave out the option or variable that it is about; `npu-gptoss doctor` checks the installation"
 _process: int | None = None  # in which the hooks are installed
 
 
@@ -146,7 +156,13 @@ def _inner(error: BaseException) -> list[object]:
     errors = getattr(error, "errors", None)
     if not callable(errors):
         return []
-    return [entry.get("ctx", {}).get("error") or entry["msg"] for entry in errors()]
+    return [entry.get("ctx", {}).get("error") or _named(entry) for entry in errors()]
+
+
+def _named(entry: dict[str, Any]) -> str:
+    """pydantic's words for a field's value, with the field."""
+    field = next(iter(entry.get("loc", ())), None)
+    return entry["msg"] if field is None else f"{field}: {entry['msg']}"
 
 
 def _ours(error: BaseException) -> bool:
