@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from npu_gptoss.convert.places import WHOLE, View, place, unwrapped
-from npu_gptoss.errors import InputError, short
+from npu_gptoss.errors import InputError, quoted, short
 from npu_gptoss.files import is_directory, is_there, read_json
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config_fields import is_number
 from npu_gptoss.model.layout import TensorSpec
 from npu_gptoss.model.safetensors_reader import StoredTensor, read_header, read_tensor
 
@@ -98,9 +99,10 @@ def parse(text: str) -> tuple[Path, float]:
     """`DIR` or `DIR:weight`."""
     path, colon, number = text.rpartition(":")
     try:
-        return (Path(path), float(number)) if colon and not Path(text).exists() else (Path(text), 1.0)
+        weighted = colon and not Path(text).exists() and math.isfinite(float(number))
     except ValueError:
-        return Path(text), 1.0
+        weighted = False
+    return (Path(path), float(number)) if weighted else (Path(text), 1.0)
 
 
 def open_adapter(directory: Path, weight: float, config: GptOssConfig, specs: Mapping[str, TensorSpec]) -> Adapter:
@@ -225,9 +227,17 @@ def _settings(directory: Path) -> dict[str, Any]:
     if kind != "LORA":
         raise _wrong(directory, f"peft_type should be LORA, got {short(kind)}", "peft_type")
     for name in ("r", "lora_alpha"):
-        if not isinstance(settings.get(name), (int, float)) or settings[name] <= 0:
-            why = f"{name} should be a number above 0, got {short(settings.get(name))}"
+        if not is_number(settings.get(name)) or settings[name] <= 0:
+            why = f"{name} should be a number above 0, got {quoted(settings.get(name))}"
             raise _wrong(directory, why, name, "Take the file of the training.")
+    patterns = settings.get("alpha_pattern") or {}
+    try:
+        right = all(re.compile(pattern) and is_number(alpha) for pattern, alpha in patterns.items())
+    except (re.error, AttributeError):
+        right = False
+    if not right:
+        why = f"alpha_pattern should have a number for each pattern, got {quoted(patterns)}"
+        raise _wrong(directory, why, "alpha_pattern", "Take the file of the training.")
     others = [name for name, value in settings.items() if value and name not in _KNOWN.split()]
     if str(settings.get("init_lora_weights")).lower().startswith(_OTHER_BASES):
         others.append("init_lora_weights")

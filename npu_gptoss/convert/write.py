@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -278,8 +279,6 @@ def _words(job: Job) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:  # the library has a class of its own for a full disk
         why = getattr(error, "strerror", None) or short(str(error))
-        raise InputError(
-            f"{job.out} cannot be written: {why}. Make room, or name another folder; the same command goes on where it "
-            f"stopped. `rm -r {job.staging}` gives the space back.",
-            field="OUT",
-        ) from None
+        goes_on = f" the same command goes on where it stopped. `rm -r {shlex.quote(str(job.staging))}` gives the"
+        rest = f"Make room, or name another folder;{goes_on} space back." if job.staging.is_dir() else "Name another."
+        raise InputError(f"{job.out} cannot be written: {why}. {rest}", field="OUT") from None
