@@ -106,7 +106,8 @@ def read_json(path: Path, error: type[InputError] = CheckpointError) -> Any:
     try:
         return parse_json(content)
     except ValueError as problem:
-        raise error(f"{path}: expected JSON in UTF-8, but {problem}. {_AGAIN}", field=path.name) from None
+        remedy = "Correct it, or download it again."
+        raise error(f"{path}: expected JSON in UTF-8, but {problem}. {remedy}", field=path.name) from None
 
 
 def parse_json(content: bytes) -> Any:

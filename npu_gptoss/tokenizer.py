@@ -56,23 +56,26 @@ def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
         raise InputError(f"{path}: {wrong}. Take the tokenizer of these weights.", field=FILE_NAME)
 
 
-def chat_template(directory: Path) -> str:
-    """The Jinja template beside the weights, a file or a field of tokenizer_config.json; empty without one."""
+def chat_template(directory: Path) -> tuple[str, str]:
+    """The Jinja template beside the weights, and its place: a file or a field; empty without one."""
     path, config = directory / TEMPLATE_NAME, directory / "tokenizer_config.json"
     if is_there(path, InputError):
-        return read_bytes(path, InputError).decode(errors="replace")
+        return read_bytes(path, InputError).decode(errors="replace"), TEMPLATE_NAME
     values = read_json(config, InputError) if is_there(config, InputError) else None
     found = values.get("chat_template") if isinstance(values, dict) else None
-    return found if isinstance(found, str) else ""
+    if isinstance(found, list):  # several by name
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else "", "chat_template of tokenizer_config.json"
 
 
 def check_template(directory: Path) -> None:
     """Raises InputError for the template of another format: chats are written and read in harmony, without it."""
-    text = chat_template(directory)
+    text, place = chat_template(directory)
     if text and not ("<|start|>" in text and "<|message|>" in text):
         raise InputError(
             f"{directory}: the chat template is not of harmony, the format in which gpt-oss's chats are written and "
-            f"read. If the model was trained in harmony, delete {TEMPLATE_NAME}; else its chats cannot be served.",
+            f"read. If the model was trained in harmony, delete {place}; else its chats cannot be served.",
             field=TEMPLATE_NAME,
         )
 

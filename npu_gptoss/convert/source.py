@@ -23,15 +23,23 @@ from npu_gptoss.model.config_fields import ARCHITECTURE, FULL, MODEL_TYPE, MXFP4
 from npu_gptoss.model.foreign import recognise, refuse_foreign
 from npu_gptoss.model.generation import HARMONY_STOP_TOKENS
 from npu_gptoss.model.layout import BYTES, PACKED, TensorSpec, check_names, expected_tensors
-from npu_gptoss.model.safetensors_reader import INDEX_NAME, StoredTensor, find_tensors, read_header, read_tensor
+from npu_gptoss.model.safetensors_reader import (
+    INDEX_NAME,
+    StoredTensor,
+    find_tensors,
+    read_header,
+    read_tensor,
+    tensor_files,
+)
 
 KEPT_SCALES = "mxfp4_scales"  # folder in a BF16 checkpoint: the scales that its experts had in MXFP4
 LORA = re.compile(r"\.lora_|^lora_")
 _SCALE = re.compile(r"(.*(?:weight|_proj))_scale(?:_inv)?")  # of the tensor before it, in float8
-# of activations and caches, which BF16 has no use for
-_UNUSED = re.compile(r".*\.(?:input|output|[qkv])_scale(?:_ub)?|.*\.original_module\..*")
+# of activations and caches, which BF16 has no use for, and of what trains beside the model
+_UNUSED = re.compile(r".*\.(?:input|output|[qkv])_scale(?:_ub)?|.*\.original_module\..*|v_head\..*")
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, *_FLOAT8)
+_HALF_OR_DOUBLE = (torch.float16, torch.float64)
+_FLOATS = (torch.bfloat16, torch.float32, *_HALF_OR_DOUBLE, *_FLOAT8)
 RETURN, _, END_OF_TEXT = HARMONY_STOP_TOKENS
 _BLOCK = [128, 128]  # of DeepSeek's FP8, whose files need not say it
 
@@ -78,7 +86,7 @@ class Source:
         return sorted({one.file for one in stored})
 
     def read(self, name: str) -> torch.Tensor:
-        """An official tensor in uint8, bfloat16 (also of float8) or float32 (of float16, and of mixtures)."""
+        """An official tensor in uint8, bfloat16 (also of float8) or float32 (of float16, float64, and of mixtures)."""
         pieces = self.pieces[name]
         if len(pieces) == 1 and pieces[0].place.view is WHOLE:
             return self._values(pieces[0])
@@ -92,7 +100,7 @@ class Source:
         tensor = read_tensor(piece.stored)
         if piece.scale is not None:
             tensor = dequantised(tensor, read_tensor(piece.scale), self.block, piece.stored.name)
-        elif tensor.dtype == torch.float16:
+        elif tensor.dtype in _HALF_OR_DOUBLE:
             tensor = tensor.float()
         return tensor if piece.place.rows is None else tensor[piece.place.rows]
 
@@ -146,7 +154,7 @@ def _stored(directory: Path) -> dict[str, StoredTensor]:
     if (directory / INDEX_NAME).is_file():
         return find_tensors(directory)
     found: dict[str, StoredTensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in tensor_files(directory):
         if not file.name.startswith("adapter_"):
             for name, stored in read_header(file).items():
                 if name in found:

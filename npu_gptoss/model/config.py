@@ -34,6 +34,7 @@ from npu_gptoss.model.foreign import refuse_foreign
 CONFIG_NAME = "config.json"
 TENSOR_PARALLEL = "--tensor-parallel-size"
 _ADAPTER = "adapter_config.json"
+_INNER = ("snapshots/*", "*")  # checkpoints of a hub's cache, and of a training's output
 MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
 _QUANTIZATION = {
     "modules_to_not_convert": [
@@ -166,13 +167,17 @@ class GptOssConfig:
         file = directory / CONFIG_NAME
         if not is_directory(directory, ConfigError):
             refuse_foreign(directory, error=ConfigError)
+            if directory.exists():
+                _refuse_directory(directory, "this is a file", f"give its folder, {directory.parent}")
             _refuse_directory(directory, "there is no such directory")
         if not is_there(file, ConfigError):
             if is_there(directory / _ADAPTER, ConfigError):
                 merge = f"merge it: `npu-gptoss convert BASE BASE-merged --lora {directory}`"
                 _refuse_directory(directory, f"this is an adapter ({_ADAPTER})", merge)
             refuse_foreign(directory, error=ConfigError)
-            _refuse_directory(directory, f"the directory has no {CONFIG_NAME}")
+            inner = next((f for way in _INNER for f in sorted(directory.glob(f"{way}/{CONFIG_NAME}"))), None)
+            remedies = [f"give the folder within it, {inner.parent}"] if inner else []
+            _refuse_directory(directory, f"the directory has no {CONFIG_NAME}", *remedies)
         values = read_json(file, ConfigError)
         try:
             return cls.from_dict(as_stored(values, directory))

@@ -9,6 +9,7 @@ turns its spellings into one, for this package and for vLLM, and a missing numbe
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -97,7 +98,7 @@ TEXT = Rule("a text or null", lambda v: v is None or isinstance(v, str))
 DTYPE = Rule(
     "'bfloat16' or 'float32', or no such field (gpt-oss was trained in bfloat16 and overflows in float16)",
     lambda v: v in (None, "bfloat16", "float32"),
-    "take a bfloat16 checkpoint",
+    "leave the field out: the dtype of the tensors counts",
 )
 _NO_SCALE = Rule("null (gpt-oss scales cos and sin by 0.1 ln(factor) + 1)", lambda v: v is None)
 
@@ -140,12 +141,17 @@ _CHECKED: dict[str, Rule] = {
     "tie_word_embeddings": only(False, "gpt-oss has an lm_head of its own"),
     "swiglu_alpha": only(1.702, "the kernels compute SwiGLU with this gain"),
     "add_cross_attention": only(False, "gpt-oss has no cross attention"),
+    "is_causal": Rule("True (a token sees none behind it)", lambda v: v is True, "remove it if the model writes text"),
     **dict.fromkeys(("is_encoder_decoder", "tie_encoder_decoder"), only(False, "gpt-oss is a decoder")),
     "pruned_heads": only({}, "a model with pruned heads must be saved without them"),
     **dict.fromkeys(("rope_scaling.rope_type", "rope_scaling.type"), only("yarn", "gpt-oss was trained with YaRN")),
     "rope_scaling.partial_rotary_factor": Rule("1.0 (gpt-oss rotates whole heads)", lambda v: is_number(v) and v == 1),
     **dict.fromkeys((f"rope_scaling.{name}" for name in ("attention_factor", "mscale", "mscale_all_dim")), _NO_SCALE),
-    "quantization_config.quant_method": only(MXFP4, "a BF16 checkpoint has no quantization_config"),
+    "quantization_config.quant_method": Rule(
+        f"{MXFP4!r}",
+        lambda v: v == MXFP4,
+        "take the checkpoint that it was made from; if the experts are in BF16, remove quantization_config",
+    ),
     "quantization_config.modules_to_not_convert": Rule(
         "a list of module names without experts, which MXFP4 holds, or null", _names_without_experts
     ),
@@ -278,7 +284,7 @@ def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, 
 def _check_model_type(model_type: object, rest: Mapping[str, Any]) -> None:
     if model_type == MODEL_TYPE:
         return
-    remedy = "give the directory of a gpt-oss checkpoint"
+    remedy = f"give the directory of a gpt-oss checkpoint; if this is one, write {MODEL_TYPE!r}"
     if model_type is MISSING and "rope_scaling_factor" in rest:
         remedy = "give the directory above this one, which is OpenAI's original/ layout"
     refuse("model_type", f"expected {MODEL_TYPE!r}", model_type, remedy)
@@ -306,6 +312,10 @@ def read_rope(rest: dict[str, Any]) -> dict[str, Any]:
     """
     thetas = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
     scalings = {}
+    if "rope_scaling" in rest and not any(rest.get(where) for where in ROPE_SECTIONS):
+        # transformers 4 reads null as no scaling at all, transformers 5 as its default
+        section = json.dumps({"rope_type": "yarn", **PUBLISHED_YARN})
+        refuse("rope_scaling", "expected YaRN's numbers", rest["rope_scaling"], f"write {section}, as gpt-oss has it")
     for where in ROPE_SECTIONS:
         if (section := rest.pop(where, None)) is None:
             continue
@@ -351,9 +361,9 @@ def _agreed(found: dict[str, Any]) -> Any:
 
 
 def _check_unknown(name: str, value: object) -> None:
-    """Refuses a field that may change the model; warns of another one, once in a process."""
+    """Refuses a field that may change the model; warns of another one, once in a process. null changes nothing."""
     known = name in _UNKNOWN or (_SPEAKS_OF_THE_MODEL.search(name) and not name.startswith("unsloth_"))  # its notes
-    if known or not isinstance(value, (str, int, float, bool, type(None))):
+    if value is not None and (known or not isinstance(value, (str, int, float, bool))):
         why, remedy = _UNKNOWN.get(name, _NO_FIELD)
         refuse(short(name, 100), why, value, remedy)
     warn_once(

@@ -52,7 +52,7 @@ class Foreign:
         methods = {method, f"{method}:{section.get('format')}"} if isinstance(method, str) else set()
         return bool(
             methods & set(self.methods)
-            or any(field in values for field in self.fields)
+            or any(values.get(field) is not None for field in self.fields)
             or any(re.search(self.names, name) for name in names)
         )
 
@@ -73,6 +73,7 @@ FORMS = (
         "W8A8 or W4A8 of ModelSlim for vllm-ascend",
         files=("quant_model_weight*.safetensors", "quant_model_description*.json"),
         methods=("ascend",),
+        names=r"\.(weight_offset|quant_bias|deq_scale)$",
     ),
     Foreign(
         "NVFP4 or FP8 of NVIDIA ModelOpt",
@@ -145,8 +146,9 @@ FORMS = (
         "names of a wrapper (torch.compile, peft, FSDP)",
         CONVERT,
         names=r"(^|\.)(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.|"
-        r"^base_model\.model\.|^language_model\.",
+        r"^base_model\.model\.|^(model\.)?language_model\.|^model\.model\.|^layers\.\d",
     ),
+    Foreign("a model with a value head of reinforcement learning", CONVERT, names=r"^v_head\."),
     Foreign(
         "FP8 with scales",
         CONVERT,
@@ -197,6 +199,6 @@ def refuse_foreign(
     if form is not None:
         raise error(
             f"{directory}: expected a gpt-oss checkpoint in the official layout, but this is {form.tool}. "
-            f"{form.advice(directory)}",
+            f"{form.advice(directory.parent if directory.is_file() else directory)}",
             field=field or str(directory),
         )

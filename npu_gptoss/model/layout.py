@@ -140,7 +140,7 @@ def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> N
         raise wrong(where, f"{said} Remove quantization_config from it.", "quantization_config")
     if packed and not config.quantization:
         said = f"config.json has no quantization_config, so the experts should be in the BF16 layout, got {packed}"
-        remedy = "Take the config.json that belongs to these files."
+        remedy = 'Write "quantization_config": {"quant_method": "mxfp4"} into it.'
         raise wrong(where, f"{said} (MXFP4). {remedy}", "quantization_config")
 
 
@@ -160,13 +160,16 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, sp
     """Shape and dtype; `dtype` is the file's word for it where torch has none."""
     if shape != spec.shape:
         said = f"{name} should have shape {list(spec.shape)} by config.json, got {list(shape)}."
-        raise wrong(where, f"{said} Check that config.json belongs to these weights.", name)
+        remedy = "Check that config.json belongs to these weights."
+        if name.endswith(".mlp.router.weight") and shape[1:] == spec.shape[1:]:
+            remedy = f"If the experts were pruned, write {shape[0]} as num_local_experts into config.json."
+        raise wrong(where, f"{said} {remedy}", name)
     if dtype not in spec.dtypes:
         remedy = "Take the official MXFP4 checkpoint or a BF16 one."
         if dtype == torch.float16:
             remedy = "float16 has cut off what exceeds its range. " + remedy
-            if isinstance(where, Path):
-                remedy += f" What is left, `{convert_command(where.parent)}` turns into BF16."
+        if dtype in (torch.float16, torch.float64) and isinstance(where, Path):
+            remedy += f" `{convert_command(where.parent)}` turns these values into BF16."
         allowed = " or ".join(map(dtype_name, spec.dtypes))
         raise wrong(where, f"{name} should have dtype {allowed}, got {short(dtype_name(dtype))}. {remedy}", name)
 

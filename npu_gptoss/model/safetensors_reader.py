@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from npu_gptoss.errors import quoted, short
 from npu_gptoss.files import CheckpointError, is_directory, is_there, read_json, reason, wrong
-from npu_gptoss.model.foreign import refuse_foreign
+from npu_gptoss.model.foreign import convert_command, refuse_foreign
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -46,6 +46,11 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+
+
+def tensor_files(directory: Path) -> list[Path]:
+    """Returns the safetensors files of a folder without hidden ones: macOS leaves `._` files beside others."""
+    return sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith("."))
 
 
 def listed(names: Iterable[str]) -> str:
@@ -78,7 +83,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     if not is_there(single):
         refuse_foreign(directory)
         raise wrong(directory, f"expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}", here)
-    stray = sorted(file.name for file in directory.glob("*.safetensors") if file != single)
+    stray = [file.name for file in tensor_files(directory) if file != single]
     if stray:  # vLLM would read them too
         said = f"expected {SINGLE_NAME} alone, got {listed(stray)} too and no index."
         raise wrong(directory, f"{said} Delete what does not belong here, or get the index.", here)
@@ -160,7 +165,7 @@ def _read_index(file: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not _is_file_name(shard):
             said = f"{short(name)} should lie in a safetensors file of this directory, got {quoted(shard)}. Only"
-            said += " safetensors beside the index are read: convert the checkpoint, or correct the index."
+            said += " safetensors beside the index are read: move them there, and correct the index."
             raise wrong(file, said, name)
     return weight_map
 
@@ -178,8 +183,10 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
     absent = [shard for shard in shards if not is_there(directory / shard)]
     if absent:
         are = "is" if len(absent) == 1 else "are"
-        said = f"expected {len(shards)} shards, but {listed(absent)} {are} not there. Download what is missing."
-        raise wrong(index, said)
+        said = f"expected {len(shards)} shards, but {listed(absent)} {are} not there. "
+        stale = len(absent) == len(shards) and (directory / SINGLE_NAME).is_file()
+        remedy = f"Delete this index, if {SINGLE_NAME} is the whole model" if stale else "Download what is missing"
+        raise wrong(index, f"{said}{remedy}.")
     stray = sorted(file.name for file in weight_files(directory) if file.name not in (*shards, INDEX_NAME))
     if stray:
         said = f"expected only the shards that it names, got {listed(stray)} too, left from another checkpoint."
@@ -205,9 +212,9 @@ def _disagree(index: Path, name: str, shard: str, got: str) -> CheckpointError:
 
 def _what_else(directory: Path) -> str:
     """Describes the other files of a directory without weights, with the remedy."""
-    loose = sorted(file.name for file in directory.glob("*.safetensors"))
-    if loose:
-        return f"{listed(loose)} without an index. The download is incomplete: get {INDEX_NAME} too."
+    if loose := [file.name for file in tensor_files(directory)]:
+        remedy = f"Get {INDEX_NAME} too, or, if nothing else is missing, run `{convert_command(directory)}`."
+        return f"{listed(loose)} without an index. {remedy}"
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         return (

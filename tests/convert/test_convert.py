@@ -197,7 +197,7 @@ FAULTS: dict[str, Callable[[Tensors], Tensors]] = {
     | {f"{LAYER}mlp.experts.down_projs.4.bias": t[f"{LAYER}mlp.experts.down_proj_bias"][0]},
     "turned": lambda t: t | {f"{LAYER}mlp.experts.down_proj": t[f"{LAYER}mlp.experts.down_proj"].transpose(1, 2)},
     "two layouts": lambda t: t | foreign.unsloth(t),
-    "value head": lambda t: t | {"v_head.weight": torch.zeros(1, 96)},
+    "another head": lambda t: t | {"score.weight": torch.zeros(1, 96)},
     "integers": lambda t: t | {f"{LAYER}self_attn.sinks": torch.zeros(8, dtype=torch.int8)},
     "missing": lambda t: {n: x for n, x in t.items() if n != f"{LAYER}self_attn.sinks"},
 }

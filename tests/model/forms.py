@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from npu_gptoss.model.config_fields import PUBLISHED_YARN
 from tests.model.corrupt import VOCABULARY, write_pristine
 
 Make = Callable[[Path], object]
@@ -38,6 +39,7 @@ class Form:
 
     do: the page's remedy for a form that is refused. field: that the refusal names; by default the folder. tool: named
     in the refusal. base: its numbers are the form's, unless `oracle`: then transformers computes them from the form.
+    mend: follows the refusal's remedy; then the form has its base's numbers.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Form:
     field: str | None = None
     tool: str = ""
     oracle: bool = False
+    mend: Make | None = None
 
     @property
     def served(self) -> bool:
@@ -206,8 +209,49 @@ def _grown(tensors: Tensors) -> Tensors:
     return tensors | {name: more(tensors[name], (0, 0, 0, 8)) for name in names}
 
 
+def _pruned_alone(folder: Path) -> None:
+    config = (folder / "config.json").read_text()
+    _pruned(3)(folder)
+    (folder / "config.json").write_text(config)
+
+
+def _hidden(folder: Path) -> None:
+    _files(*(f"._{file.name}" for file in folder.glob("model-*")))(folder)
+
+
+def _wrapped(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def _more(names: tuple[str, ...]) -> Make:
+    return _tensors(lambda tensors: tensors | {name: torch.ones(4) for name in names})
+
+
+def _renamed_file(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "model.bf16.safetensors")
+
+
 def _floats(test: Callable[[str], bool], dtype: torch.dtype) -> Make:
     return _tensors(lambda tensors: {name: t.to(dtype) if test(name) else t for name, t in tensors.items()})
+
+
+def _below(name: str) -> Make:
+    def make(folder: Path) -> None:
+        files = list(folder.iterdir())
+        (folder / name).mkdir(parents=True)
+        for file in files:
+            file.rename(folder / name / file.name)
+
+    return make
+
+
+def _above(name: str) -> Make:
+    return lambda folder: [file.rename(folder / file.name) for file in list((folder / name).iterdir())]
+
+
+def _stale_index(folder: Path) -> None:
+    names = load_file(folder / SINGLE)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}))
 
 
 def _as_bytes(folder: Path) -> None:
@@ -294,6 +338,8 @@ FORMS = (
         ),
     ),
     Form("notes of more than 100 MiB", "TRL", _files("trainer_state.json", "train.txt", size=101 << 20)),
+    Form("hidden files of macOS: `._model…`", "copies", _hidden, base=SHARDS),
+    Form("fields that are null", "scripts", changed_config(quantization=None, pooler_hidden_size=None)),
     Form(
         "merged shards with the adapter beside them", "LlamaFactory", _files("adapter_model.safetensors"), base=SHARDS
     ),
@@ -310,6 +356,15 @@ FORMS = (
         _template("<|im_start|>user"),
         "delete it if the model was trained in harmony",
         field="chat_template.jinja",
+        mend=lambda folder: (folder / "chat_template.jinja").unlink(),
+    ),
+    Form(
+        "such a template in tokenizer_config.json",
+        "fine-tunes",
+        _json("tokenizer_config.json", chat_template=[{"name": "default", "template": "<|im_start|>user"}]),
+        "delete it if the model was trained in harmony",
+        field="chat_template.jinja",
+        mend=_json("tokenizer_config.json", chat_template=ABSENT),
     ),
     Form(
         "no tokenizer.json",
@@ -324,6 +379,7 @@ FORMS = (
         changed_config(architectures=["GptOssForSequenceClassification"]),
         "take a checkpoint for text generation",
         field="architectures",
+        mend=changed_config(architectures=["GptOssForCausalLM"]),
     ),
     Form(
         "fields that change the model",
@@ -331,6 +387,7 @@ FORMS = (
         changed_config(lora_rank=8),
         "remove them if they do not",
         field="lora_rank",
+        mend=changed_config(lora_rank=ABSENT),
     ),
     Form(
         "stale `layer_types`",
@@ -338,6 +395,71 @@ FORMS = (
         changed_config(num_hidden_layers=1),
         "correct one of the two",
         field="layer_types",
+        mend=changed_config(num_hidden_layers=2),
+    ),
+    Form(
+        "`is_causal: false`",
+        "embedders",
+        changed_config(is_causal=False),
+        "remove it if the model generates text",
+        field="is_causal",
+        mend=changed_config(is_causal=ABSENT),
+    ),
+    Form(
+        "`rope_scaling: null`",
+        "scripts",
+        changed_config(rope_scaling=None),
+        "write the base's section",
+        field="rope_scaling",
+        mend=changed_config(rope_scaling={"rope_type": "yarn", **PUBLISHED_YARN}),
+    ),
+    Form(
+        "no `model_type`",
+        "scripts",
+        changed_config(model_type=ABSENT),
+        "write `gpt_oss`",
+        field="model_type",
+        mend=changed_config(model_type="gpt_oss"),
+    ),
+    Form(
+        "MXFP4 without `quantization_config`",
+        "scripts",
+        changed_config(quantization_config=ABSENT),
+        "write the section",
+        base=PACKED,
+        field="quantization_config",
+        mend=changed_config(quantization_config={"quant_method": "mxfp4"}),
+    ),
+    Form(
+        "BF16 under another `quant_method`",
+        "llm-compressor",
+        _method("compressed-tensors", format="dense"),
+        "remove `quantization_config`",
+        field=METHOD,
+        mend=changed_config(quantization_config=ABSENT),
+    ),
+    Form(
+        '`"torch_dtype": "float16"` over BF16',
+        "scripts",
+        changed_config(torch_dtype="float16"),
+        "remove the field",
+        field="torch_dtype",
+        mend=changed_config(torch_dtype=ABSENT),
+    ),
+    Form(
+        "pruned experts under the base's config.json",
+        "REAP",
+        _pruned_alone,
+        "write their number",
+        field=LAYER + "mlp.router.weight",
+    ),
+    Form("checkpoint-500 in MODEL", "trainers", _below("checkpoint-500"), "give it", mend=_above("checkpoint-500")),
+    Form(
+        "MODEL is `models--…`",
+        "the hub's cache",
+        _below("snapshots/a"),
+        "give its snapshot",
+        mend=_above("snapshots/a"),
     ),
     # converted
     Form(
@@ -360,6 +482,9 @@ FORMS = (
     Form(
         "names with `_orig_mod.`", "torch.compile", _renamed(lambda name: f"_orig_mod.{name}"), CONVERT, tool="wrapper"
     ),
+    Form("names with `model.language_model.`", "wrappers", _renamed(_wrapped), CONVERT, tool="wrapper"),
+    Form("a value head: `v_head.`", "TRL", _more(("v_head.summary.weight",)), CONVERT, tool="value head"),
+    Form("one file of another name", "scripts", _renamed_file, CONVERT),
     Form("names with `base_model.model.`", "peft", _renamed(lambda name: f"base_model.model.{name}"), CONVERT),
     Form(
         "saved without merging",
@@ -424,6 +549,13 @@ FORMS = (
         ANOTHER,
         tool="ModelSlim",
     ),
+    Form(
+        "int8 with `weight_offset`",
+        "ModelSlim",
+        _more(("q.weight_scale", "q.weight_offset")),
+        ANOTHER,
+        tool="ModelSlim",
+    ),
     Form("hf_quant_config.json", "NVIDIA ModelOpt", _instead("hf_quant_config.json"), ANOTHER, tool="ModelOpt"),
     Form("weights.00.npz", "mlx-lm", _instead("weights.00.npz"), ANOTHER, tool="MLX"),
     Form(
@@ -454,8 +586,16 @@ FORMS = (
         "shards without their index",
         "downloads",
         lambda folder: (folder / INDEX).unlink(),
-        "get the index too",
+        "get the index too, or " + CONVERT,
         base=SHARDS,
+    ),
+    Form(
+        "the base's index beside one new file",
+        "trainers",
+        _stale_index,
+        "delete the index",
+        field=INDEX,
+        mend=lambda folder: (folder / INDEX).unlink(),
     ),
     Form(
         "an index of other shards",
@@ -491,8 +631,16 @@ FORMS = (
 
 
 def table() -> str:
-    """The page's table: a row for each form; those of which only the origin can be served are a list below it."""
+    """The page's table: a row for each form; those of which only the origin can be served are a list below it, and so
+    are those that one command converts, and those that an edit by hand mends."""
+    listed = [form for form in FORMS if form.do in (CONVERT, ANOTHER) or form.mend]
     lines = ["| files | written by | result |", "|---|---|---|"]
-    lines += [f"| {form.name} | {form.by} | {form.do or 'served'} |" for form in FORMS if form.do != ANOTHER]
-    others = ", ".join(f"{form.name} ({form.by})" for form in FORMS if form.do == ANOTHER)
-    return "\n".join([*lines, "", *textwrap.wrap(f"For these, {ANOTHER}: {others}.", 158, break_on_hyphens=False)])
+    lines += [f"| {form.name} | {form.by} | {form.do or 'served'} |" for form in FORMS if form not in listed]
+    for do in (CONVERT, ANOTHER):
+        forms = ", ".join(f"{form.name} ({form.by})" for form in listed if form.do == do)
+        lines += [
+            "",
+            *textwrap.wrap(f"For these, {do.replace('`npu', 'run `npu')}: {forms}.", 158, break_on_hyphens=False),
+        ]
+    edits = "; ".join(f"{form.name}: {form.do}" for form in listed if form.mend)
+    return "\n".join([*lines, "", *textwrap.wrap(f"An edit by hand: {edits}.", 158, break_on_hyphens=False)])

@@ -263,7 +263,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "quantization": (1,),
     # unknown, with words of a model in their names
     "attn_logit_softcapping": (50.0,),
-    "final_logit_softcapping": (None,),
+    "final_logit_softcapping": (30.0,),
     "use_qk_norm": (True,),
     "norm_topk_prob": (False,),
     "routed_scaling_factor": (2.5,),

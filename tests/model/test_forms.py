@@ -52,7 +52,7 @@ def test_form_is_not_read_with_other_numbers(form: Form, bases: Path, right: tor
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.served], ids=lambda form: form.name)
-def test_form_is_not_refused_with_a_wrong_remedy(form: Form, bases: Path, tmp_path: Path) -> None:
+def test_form_is_not_refused_with_a_wrong_remedy(form: Form, bases: Path, right: torch.Tensor, tmp_path: Path) -> None:
     folder = form.written(tmp_path / "model", bases)
     said = []
     readers = (check_directory, lambda path: Engine(path, num_blocks=4).text.encode(TEXT))
@@ -66,3 +66,7 @@ def test_form_is_not_refused_with_a_wrong_remedy(form: Form, bases: Path, tmp_pa
     commands = {CONVERT: f"npu-gptoss convert {folder} {folder}-converted", MERGE: f"--lora {folder}`"}
     assert all(written in said[0] for command, written in commands.items() if command in form.do)
     assert ("npu-gptoss convert" in said[0]) == ("npu-gptoss convert" in form.do)
+    if form.mend is not None:
+        form.mend(folder)
+        check_directory(folder)
+        assert torch.equal(logits(folder), right)

@@ -30,7 +30,7 @@ PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's 
 def report_template(model_config: ModelConfig, option: str | None) -> None:
     """Logs that a chat template other than the published ones has no effect. option: `--chat-template`."""
     directory = checkpoint_directory(model_config)
-    text = chat_template(directory) if directory is not None else ""
+    text = chat_template(directory)[0] if directory is not None else ""
     if option or (text and "You are ChatGPT" not in text):
         logger.warning(
             "%s has no effect: chats are written and read in harmony. Requests set its system turn by model_identity, "

@@ -46,6 +46,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", [form for form in FORMS if form.served], ids=lambda form: form.name)
 def test_form_is_not_read_differently_by_vllm(form: Form, bases: Path, tmp_path: Path, patched) -> None:
     folder = form.written(tmp_path / "model", bases)
+    checkpoint.check(EngineArgs(model=str(folder), max_model_len=256))
     with patched(*REPAIRS):
         model = EngineArgs(model=str(folder), max_model_len=256).create_model_config()
         tokenizer = load_tokenizer(model)
