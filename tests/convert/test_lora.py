@@ -223,7 +223,8 @@ def test_adapter_of_split_experts_fits_the_fused_ones(base: Path, tmp_path: Path
 WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "peft_type": lambda c: c.update(peft_type="IA3"),
     "lora_alpha": lambda c: c.pop("lora_alpha"),
-    "r": lambda c: c.update(r=0),
+    "r": lambda c: c.update(r=float("nan")),
+    "alpha_pattern": lambda c: c.update(alpha_pattern={"(q_proj": 3}),
     "init_lora_weights": lambda c: c.update(init_lora_weights="pissa_niter_4"),
     "layer_replication": lambda c: c.update(layer_replication=[[0, 2]]),
     "a_field_of_tomorrow": lambda c: c.update(a_field_of_tomorrow={"x": 1}),
@@ -296,6 +297,6 @@ def test_comparison_with_peft_sees_a_mistake(
         assert_merged(merged_here(base, tmp_path / "out", str(tmp_path / "adapter")), merged_by_peft(model))
 
 
-@pytest.mark.parametrize(("text", "weight"), [("DIR", 1.0), ("DIR:0.25", 0.25), ("DIR:-1", -1.0), ("a:b", 1.0)])
+@pytest.mark.parametrize(("text", "weight"), [("DIR", 1.0), ("DIR:-1", -1.0), ("DIR:nan", 1.0), ("a:b", 1.0)])
 def test_weight_behind_the_last_colon_is_read(text: str, weight: float) -> None:
     assert lora.parse(text) == (Path(text.removesuffix(f":{text.rpartition(':')[2]}") if weight != 1 else text), weight)
