@@ -203,7 +203,7 @@ def _kernel_checks(graphs: bool) -> Iterator[tuple[bool, Refusal]]:
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     """Yields each refusal, with True if this configuration or machine asks for it."""
     from npu_gptoss.serving.releases.ascend import REPLAYS_IN_ORDER
-    from npu_gptoss.serving.releases.vllm import sequence_parallelism
+    from npu_gptoss.serving.releases.vllm import HAS_TRITON, sequence_parallelism
 
     for found in (version_objection(installed()), cann_objection(), operator_objection(), triton_objection()):
         if found:
@@ -229,8 +229,11 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield wrong, Refusal("--enable-expert-parallel", f"on {ranks} ranks", why, remedy)
     stages, drafter = parallel.pipeline_parallel_size, config.speculative_config
     why = "vllm-ascend has an EAGLE3 head on the last stage, and it reads layers of other stages, too"
-    wrong = stages > 1 and drafter is not None and drafter.method == "eagle3"
-    yield wrong, Refusal("--pipeline-parallel-size", stages, why, "leave out it or --speculative-config")
+    head = drafter is not None and drafter.method == "eagle3"
+    yield head and stages > 1, Refusal("--pipeline-parallel-size", stages, why, "leave out it or --speculative-config")
+    why = "a head's rotary table is not the model's, and CANN's rotary operator keeps the first table of a process"
+    remedy = "install triton-ascend, whose kernel vllm-ascend then takes (emulated: `--triton .venv-ascend-compiler`)"
+    yield head and not HAS_TRITON, Refusal("--speculative-config", "with eagle3", why, remedy)
     why, remedy = "the weights of a running server stay as they are", "leave it out, and restart for other weights"
     sent = getattr(config, "weight_transfer_config", None) is not None  # from vLLM 0.23 on
     yield sent, Refusal("--weight-transfer-config", None, why, remedy)

@@ -44,6 +44,7 @@ STAYED: dict[str, str] = {
     "vllm.platforms": "current_platform",
     "vllm.plugins": "load_general_plugins",
     "vllm.sequence": "IntermediateTensors",
+    "vllm.triton_utils": "HAS_TRITON",
     "vllm.v1.core.sched.output": "NewRequestData",
     "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec",
     "vllm.v1.metrics.loggers": "StatLoggerBase",
