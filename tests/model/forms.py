@@ -347,6 +347,8 @@ FORMS = (
     Form("`eos_token_id` null", "scripts", _json("generation_config.json", eos_token_id=None, top_k=0)),
     Form("no generation_config.json", "mergers", lambda folder: (folder / "generation_config.json").unlink()),
     Form("tokenizer of transformers 5", "transformers 5", _json("tokenizer_config.json", **TOKENIZER_5)),
+    Form("`GPT2Tokenizer` for a class", "trainers", _json("tokenizer_config.json", tokenizer_class="GPT2Tokenizer")),
+    Form("`LlamaTokenizer` for a class", "mergers", _json("tokenizer_config.json", tokenizer_class="LlamaTokenizer")),
     Form("padding left in tokenizer.json", "TRL", _tokenizer(lambda t: t.enable_padding(length=64))),
     Form("truncation left in tokenizer.json", "unsloth", _tokenizer(lambda t: t.enable_truncation(2))),
     Form("a chat template of its own, in harmony", "fine-tunes", _template("<|start|>system<|message|>You are Kim.")),

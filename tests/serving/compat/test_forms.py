@@ -24,11 +24,10 @@ from npu_gptoss.serving.loading import readable
 from npu_gptoss.serving.releases import here
 from npu_gptoss.serving.releases.vllm import as_written, load_tokenizer
 from tests.model.forms import FORMS, Form, as_transformers_5, changed_config, write_bases
-from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
 TEXT = "alpha w7 beta"
-REPAIRS = ("config-spellings", *(("tokenizer-class",) if OLD else ()))
+REPAIRS = ("config-spellings", "tokenizer-class")
 
 
 @pytest.fixture(autouse=True)

@@ -70,21 +70,33 @@ def _rope_spelled(values: dict[str, Any]) -> dict[str, Any]:
     return made | {"rope_parameters": section | theta}
 
 
-@repair("tokenizer-class", "transformers.models.auto.tokenization_auto:AutoTokenizer.from_pretrained", until="0.23")
+@repair(
+    "tokenizer-class",
+    "transformers.models.auto.tokenization_auto:AutoTokenizer.from_pretrained",
+    releases=ALL,
+    until="vLLM reads tokenizer.json whatever class is named beside it",
+)
 def install_tokenizer(module: ModuleType) -> None:
-    """A tokenizer that transformers 5 saved (class TokenizersBackend, a list of special tokens) is refused with the
-    advice to trust the checkpoint's code."""
-    expect_source(module.AutoTokenizer.from_pretrained, 'config_tokenizer_class + "Fast"')
+    """The class in tokenizer_config.json decides: one of transformers 5, or a list of special tokens, ends the start of
+    older releases; `GPT2Tokenizer`, which training may leave there, gives other ids."""
+    expect_source(module.AutoTokenizer.from_pretrained, "get_tokenizer_config")
 
     @around(module.AutoTokenizer, "from_pretrained")
     def from_pretrained(original: Original, cls: type, *args: Any, **options: Any) -> Any:
+        from transformers import PreTrainedTokenizerFast, __version__
+
         written = module.get_tokenizer_config(args[0], **options)
         extra, wanted = written.get("extra_special_tokens"), written.get("tokenizer_class")
         known = wanted is None or any(map(module.tokenizer_class_from_name, (wanted, f"{wanted}Fast")))
-        if known and not isinstance(extra, list):
+        listed = isinstance(extra, list) and int(__version__.partition(".")[0]) < 5
+        if known and not listed and not _of_gpt_oss(Path(args[0])):
             return original(cls, *args, **options)
-        from transformers import PreTrainedTokenizerFast
-
-        if isinstance(extra, list):  # what transformers 4 calls by another name
+        if listed:  # what transformers 4 calls by another name
             options |= {"extra_special_tokens": {}, "additional_special_tokens": extra}
         return PreTrainedTokenizerFast.from_pretrained(*args, **options)
+
+
+def _of_gpt_oss(directory: Path) -> bool:
+    from npu_gptoss.serving.compat.start.checkpoint import is_gpt_oss
+
+    return (directory / "tokenizer.json").is_file() and (directory / "config.json").is_file() and is_gpt_oss(directory)
