@@ -303,7 +303,7 @@ def test_the_same_call_gives_the_same_bits_a_thousand_times(published, weight_fo
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: `make test-cuda` there")
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_the_path_for_many_and_routing_give_a_token_the_same_bits_in_any_batch(published, weight_format):
+def test_many_and_routing_give_a_token_the_same_bits_in_any_batch(published, weight_format):
     """vLLM's batch-invariant mode uses them for every number of tokens."""
     call = make_call(published(weight_format), 2048)
     logits = torch.randn(2048, 32, device=DEVICE).to(BF16)
