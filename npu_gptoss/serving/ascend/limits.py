@@ -232,7 +232,7 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     head = drafter is not None and drafter.method == "eagle3"
     yield head and stages > 1, Refusal("--pipeline-parallel-size", stages, why, "leave out it or --speculative-config")
     why = "a head's rotary table is not the model's, and CANN's rotary operator keeps the first table of a process"
-    remedy = "install triton-ascend, whose kernel vllm-ascend then takes (emulated: `--triton .venv-ascend-compiler`)"
+    remedy = "install triton-ascend, which has a kernel for it (emulated: `--triton .venv-ascend-compiler`)"
     yield head and not HAS_TRITON, Refusal("--speculative-config", "with eagle3", why, remedy)
     why, remedy = "the weights of a running server stay as they are", "leave it out, and restart for other weights"
     sent = getattr(config, "weight_transfer_config", None) is not None  # from vLLM 0.23 on
