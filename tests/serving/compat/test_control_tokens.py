@@ -35,8 +35,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(tokenizer_files(tmp_path_factory.getbasetemp()))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def backend(tokenizer: Any) -> XgrammarBackend:
+    """One for all tests: it reads 200 000 tokens, for seconds."""
     structures = types.SimpleNamespace(disable_any_whitespace=False)
     config = types.SimpleNamespace(structured_outputs_config=structures, speculative_config=None, model_config=None)
     return XgrammarBackend(config, tokenizer=tokenizer, vocab_size=201_088)
@@ -129,9 +130,9 @@ def test_white_space_between_the_tokens_of_json_ends(patched, backend, tokenizer
     assert walk.spaces()[0], "a string may hold any number"
 
 
-def test_white_space_of_refused_drafts_does_not_count(patched, tokenizer, backend):
+def test_white_space_of_refused_drafts_does_not_count(patched, tokenizer, backend, monkeypatch):
+    monkeypatch.setattr(backend, "num_speculative_tokens", 4)
     with patched("white-space"):
-        backend.num_speculative_tokens = 4
         walk = Spaced(backend, tokenizer, "JSON", json.dumps(SCHEMA))
     walk.behind("{")
     walk.run("\n", MOST)
