@@ -31,11 +31,12 @@ def kernels(platform: str) -> Iterator[Finding]:
         yield warning(record.getMessage(), "Repair or uninstall that package, or set NPU_GPTOSS_DISABLE_PLUGINS=1.")
     for name, operation in sorted(registry.operations.items()):
         found = explain(operation, *example(operation))
-        # of the general ones: one for some shapes only is no loss for the others
+        # of one band: a portable kernel is no loss, and one for some shapes only is none for the others
         made_for = [
             c.kernel
             for c in found.candidates
-            if platform in c.kernel.capability.platforms and c.kernel.priority < Priority.SPECIALISED
+            if platform in c.kernel.capability.platforms
+            and Priority.PERFORMANT <= c.kernel.priority < Priority.SPECIALISED
         ]
         more = {"subject": name, "details": tuple(_lines(found))}
         by = f", by the override {found.override!r}" if found.override else ""
