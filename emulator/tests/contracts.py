@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from ascend_emulator.context import current
+from ascend_emulator.context import current, use
 from ascend_emulator.rules import ContractError
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.int8).triu_(1)
+Run = Callable[[], object]
+# rule -> a call that breaks it, in words -> (the call, words of its refusal); rule 0: a refusal without a number
+Broken = Mapping[int, Mapping[str, tuple[Any, ...]]]
+
+
+def of(operator: Callable[..., object], make: Callable[..., dict[str, Any]], **changes: object) -> Run:
+    """A call with the arguments of a legal one and these changes."""
+    return lambda: operator(**make(**changes))
+
+
+def under(run: Run, **context: Any) -> Run:
+    """The call on another machine, or not executed."""
+
+    def run_there() -> None:
+        with use(**context):
+            run()
+
+    return run_there
+
+
+def broken_calls(broken: Broken) -> pytest.MarkDecorator:
+    """Parametrises `check_refusal`."""
+    rows = [
+        pytest.param(rule, run, words, id=f"R{rule:02d} {what}")
+        for rule, calls in broken.items()
+        for what, (run, *words) in calls.items()
+    ]
+    return pytest.mark.parametrize(("rule", "run", "words"), rows)
+
+
+def check_refusal(rule: int, run: Run, words: list[str]) -> None:
+    if rule:
+        with rejects(rule, *words):
+            run()
+        return
+    with pytest.raises(ContractError) as caught:
+        run()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def legal_calls(legal: Mapping[str, Run]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("run", legal.values(), ids=legal)
 
 
 @contextmanager

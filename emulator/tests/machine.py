@@ -1,7 +1,7 @@
 """Runs cases inside the emulated environment, each in its own process, and reports them one by one.
 
 `on_device/runner.py` runs a file of `on_device/` with the environment's Python. Tests are parametrised over its
-functions `case_…`, found without importing the file, which needs torch_npu.
+functions `case_…` and the tables of them, found without importing the file, which needs torch_npu.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[2]
 
 def cases_of(file: str | Path) -> list[str]:
     tree = ast.parse((FOLDER / file).read_text())
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
+    named = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    named += [key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if _is_text(key)]
+    return [name for name in named if name.startswith("case_")]
+
+
+def _is_text(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and isinstance(key.value, str)
 
 
 def venv(machine: Machine | None = None) -> Path:

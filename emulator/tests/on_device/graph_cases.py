@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch_npu
@@ -112,6 +114,16 @@ def case_two_graphs_share_a_pool() -> None:
     first.replay()
     second.replay()
     assert z.tolist() == [3, 5]
+
+
+def updatable(x: torch.Tensor, out: torch.Tensor | None, stream: object = None) -> tuple[object, object]:
+    """A graph of out = x + x and the handle of this task. Without `out` the sum is new memory."""
+    graph = npu.NPUGraph()
+    with npu.graph(graph, stream=stream):
+        npu.graph_task_group_begin(npu.current_stream())
+        torch.add(x, x, alpha=1, **({} if out is None else {"out": out}))
+        handle = npu.graph_task_group_end(npu.current_stream())
+    return graph, handle
 
 
 class External:
@@ -256,78 +268,43 @@ def case_a_graph_that_runs_is_not_replayed_on_a_second_stream() -> None:
         it.graph.replay()
 
 
-def refused_while_capturing(function: object, *fragments: str) -> None:
-    with refused(*fragments, "R82"):
-        captured(function)
-
-
-def case_R82_item() -> None:
-    x = tensor(1)
-    refused_while_capturing(lambda: x.item(), "107027")
-
-
-def case_R82_truth_value() -> None:
-    x = tensor(1)
-    refused_while_capturing(lambda: bool(x > 0), "107027")
-
-
-def case_R82_to_the_host() -> None:
-    x = tensor(1)
-    refused_while_capturing(lambda: x.cpu(), "107027")
-
-
-def case_R82_tolist() -> None:
-    x = tensor(1)
-    refused_while_capturing(lambda: x.tolist(), "107027")
-
-
-def case_R82_asynchronous_copy_to_pinned_memory() -> None:
-    x, host = tensor(1), torch.empty(1).pin_memory()
-    refused_while_capturing(lambda: host.copy_(x, non_blocking=True), "107030")
-
-
-def case_R82_pageable_host_to_device() -> None:
+def refused_while_capturing(rule: str, code: str, function: Callable[[SimpleNamespace], object]) -> None:
+    """function: gets a tensor `x` and the like, made before the capture."""
+    it = SimpleNamespace(x=tensor(1, 2), repeats=torch.tensor([1, 2]).npu(), mask=torch.tensor([True, False]).npu())
+    it.host, it.pinned, it.event, it.past = torch.ones(3), torch.empty(2).pin_memory(), npu.Event(), npu.Event()
+    it.past.record()
     npu.synchronize()
-    refused_while_capturing(lambda: torch.tensor([1.0, 2.0], device="npu"), "107027")
+    with refused(code, rule):
+        captured(lambda: function(it))
 
 
-def case_R82_pageable_host_to_device_non_blocking() -> None:
-    host = torch.ones(3)
-    refused_while_capturing(lambda: host.to("npu", non_blocking=True), "107030")
-
-
-def case_R82_device_synchronisation() -> None:
-    x = tensor(1)
-    refused_while_capturing(lambda: (x + 1, npu.synchronize()), "107027")
-
-
-def case_R82_stream_synchronisation() -> None:
-    refused_while_capturing(lambda: npu.current_stream().synchronize(), "107027")
-
-
-def case_R82_event_synchronisation() -> None:
-    event = npu.Event()
-    refused_while_capturing(lambda: (event.record(), event.synchronize()), "107028")
-
-
-def case_R82_stream_query() -> None:
-    refused_while_capturing(lambda: npu.current_stream().query(), "107027")
-
-
-def case_R82_event_query() -> None:
-    event = npu.Event()
-    refused_while_capturing(lambda: (event.record(), event.query()), "107028")
-
-
-def case_R82_synchronisation_with_an_event_from_outside() -> None:
-    event = npu.Event()
-    event.record()
-    refused_while_capturing(event.synchronize, "107030")
-
-
-def case_R82_repeat_interleave_without_size() -> None:
-    x, repeats = tensor(1, 2), torch.tensor([1, 2]).npu()
-    refused_while_capturing(lambda: x.repeat_interleave(repeats), "107027")
+# a failed capture ends its process, so each is a case
+REFUSED = {
+    "case_R82_item": ("107027", lambda it: it.x[0].item()),
+    "case_R82_truth_value": ("107027", lambda it: bool(it.x[0] > 0)),
+    "case_R82_to_the_host": ("107027", lambda it: it.x.cpu()),
+    "case_R82_tolist": ("107027", lambda it: it.x.tolist()),
+    "case_R82_asynchronous_copy_to_pinned_memory": ("107030", lambda it: it.pinned.copy_(it.x, non_blocking=True)),
+    "case_R82_pageable_host_to_device": ("107027", lambda it: torch.tensor([1.0, 2.0], device="npu")),
+    "case_R82_pageable_host_to_device_non_blocking": ("107030", lambda it: it.host.to("npu", non_blocking=True)),
+    "case_R82_device_synchronisation": ("107027", lambda it: (it.x + 1, npu.synchronize())),
+    "case_R82_stream_synchronisation": ("107027", lambda it: npu.current_stream().synchronize()),
+    "case_R82_event_synchronisation": ("107028", lambda it: (it.event.record(), it.event.synchronize())),
+    "case_R82_stream_query": ("107027", lambda it: npu.current_stream().query()),
+    "case_R82_event_query": ("107028", lambda it: (it.event.record(), it.event.query())),
+    "case_R82_synchronisation_with_an_event_from_outside": ("107030", lambda it: it.past.synchronize()),
+    "case_R82_repeat_interleave_without_size": ("107027", lambda it: it.x.repeat_interleave(it.repeats)),
+    "case_R82_nonzero": ("107027", lambda it: it.x.nonzero()),
+    "case_R82_masked_indexing": ("107027", lambda it: it.x[it.mask]),
+    "case_R82_masked_indexing_with_bytes": ("107027", lambda it: it.x[it.mask.byte()]),
+    "case_R82_masked_assignment": ("107027", lambda it: it.x.index_put_((it.mask,), torch.zeros((), device="npu"))),
+    "case_R82_unique": ("107027", lambda it: it.x.unique()),
+    "case_R82_host_index_tensor": ("107027", lambda it: it.x[torch.tensor([1])]),
+    "case_R83_random_numbers": ("R83", lambda it: torch.randn(3, device="npu")),
+    "case_R83_in_place_random_numbers": ("R83", lambda it: it.x.exponential_()),
+    "case_R83_operator_without_aclnn": ("aclop", lambda it: torch_npu.npu_broadcast(it.x, (2, 2))),
+}
+globals().update({name: partial(refused_while_capturing, name[5:8], *row) for name, row in REFUSED.items()})
 
 
 def case_repeat_interleave_with_size_is_captured() -> None:
@@ -335,36 +312,6 @@ def case_repeat_interleave_with_size_is_captured() -> None:
     graph, out = captured(lambda: x.repeat_interleave(repeats, output_size=3))
     graph.replay()
     assert out.tolist() == [1, 2, 2]
-
-
-def case_R82_nonzero() -> None:
-    x = tensor(1, 0)
-    refused_while_capturing(lambda: x.nonzero(), "107027")
-
-
-def case_R82_masked_indexing() -> None:
-    x, mask = tensor(1, 2), torch.tensor([True, False]).npu()
-    refused_while_capturing(lambda: x[mask], "107027")
-
-
-def case_R82_masked_indexing_with_bytes() -> None:
-    x, mask = tensor(1, 2), torch.tensor([1, 0], dtype=torch.uint8).npu()
-    refused_while_capturing(lambda: x[mask], "107027")
-
-
-def case_R82_masked_assignment() -> None:
-    x, mask = tensor(1, 2), torch.tensor([True, False]).npu()
-    refused_while_capturing(lambda: x.index_put_((mask,), torch.zeros((), device="npu")), "107027")
-
-
-def case_R82_unique() -> None:
-    x = tensor(1, 2)
-    refused_while_capturing(lambda: x.unique(), "107027")
-
-
-def case_R82_host_index_tensor() -> None:
-    x = tensor(1, 2)
-    refused_while_capturing(lambda: x[torch.tensor([1])], "107027")
 
 
 def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
@@ -424,29 +371,12 @@ def case_R82_the_own_threads_synchronous_copy_in_thread_local_mode() -> None:
         copy()
 
 
-def case_R83_random_numbers() -> None:
-    with refused("R83"):
-        captured(lambda: torch.randn(3, device="npu"))
-
-
-def case_R83_in_place_random_numbers() -> None:
-    x = tensor(1, 2)
-    with refused("R83"):
-        captured(lambda: x.exponential_())
-
-
 def case_R83_aclop_launched_below_the_dispatcher() -> None:
     """torch_npu's C++ fills and pads this way; the refusal comes before a check of operands."""
     with refused("107025", "aclop operator Fill", "R83"), capturing():
         stream = ctypes.c_void_p(npu.current_stream().npu_stream)
         nothing = [None] * 3
         assert acl.aclopCompileAndExecute(b"Fill", 0, *nothing[:2], 0, *nothing, 0, 0, None, stream) == 107030
-
-
-def case_R83_operator_without_aclnn() -> None:
-    x = tensor(1, 2, 3)
-    with refused("aclop", "R83"):
-        captured(lambda: torch_npu.npu_broadcast(x, (2, 3)))
 
 
 def case_R84_stream_not_joined() -> None:
@@ -616,24 +546,15 @@ def case_R86_a_capture_inside_an_update_and_an_update_inside_a_capture() -> None
 
 def case_R86_update_that_returns_new_memory() -> None:
     x, side = tensor(1, 2), npu.Stream()
-    graph = npu.NPUGraph()
-    with npu.graph(graph):
-        stream = npu.current_stream()
-        npu.graph_task_group_begin(stream)
-        torch.add(x, x, alpha=1)
-        handle = npu.graph_task_group_end(stream)
+    _graph, handle = updatable(x, None)
     with refused("R86", ".out"), npu.stream(side):
         npu.graph_task_update_begin(side, handle)
         torch.add(x, x, alpha=2)
 
 
 def case_R86_update_on_the_captured_stream() -> None:
-    x, out = tensor(1, 2), tensor(0, 0)
-    stream, graph = npu.Stream(), npu.NPUGraph()
-    with npu.graph(graph, stream=stream):
-        npu.graph_task_group_begin(stream)
-        torch.add(x, x, out=out)
-        handle = npu.graph_task_group_end(stream)
+    stream = npu.Stream()
+    _graph, handle = updatable(tensor(1, 2), tensor(0, 0), stream)
     with refused("R86"):
         npu.graph_task_update_begin(stream, handle)
 
@@ -757,15 +678,6 @@ def case_R86_update_that_reads_past_what_the_graph_makes() -> None:
     with refused("207019", "R86", "makes or reads"), npu.stream(side):
         npu.graph_task_update_begin(side, handle)
         torch.add(x, x, alpha=2, out=out)
-
-
-def updatable(x: torch.Tensor, out: torch.Tensor) -> tuple[object, object]:
-    graph = npu.NPUGraph()
-    with npu.graph(graph):
-        npu.graph_task_group_begin(npu.current_stream())
-        torch.add(x, x, alpha=1, out=out)
-        handle = npu.graph_task_group_end(npu.current_stream())
-    return graph, handle
 
 
 def case_R89_update_with_another_type() -> None:

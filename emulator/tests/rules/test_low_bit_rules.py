@@ -8,112 +8,107 @@ from ascend_emulator.context import FORMAT_FRACTAL_NZ, use
 from ascend_emulator.ops import OPS
 from ascend_emulator.rules import NotEmulatedError
 
-from emulator.tests.contracts import leaves_undefined, rejects
+from emulator.tests.contracts import Broken, broken_calls, check_refusal, leaves_undefined, of, rejects, under
 
 matmul = OPS["npu::npu_weight_quant_batchmatmul"]
 pack = OPS["npu::npu_convert_weight_to_int4pack"]
 dynamic_quant = OPS["npu::npu_dynamic_quant"]
+BF16, INT8, INT32 = torch.bfloat16, torch.int8, torch.int32
+WEIGHT = torch.ones(128, 16, dtype=INT8)
+
+
+def ones(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(size, dtype=dtype)
 
 
 def case(**changes: object) -> dict:
-    return {
-        "x": torch.randn(2, 128).bfloat16(),
-        "weight": torch.ones(128, 16, dtype=torch.int8),
-        "antiquant_scale": torch.ones(4, 16).bfloat16(),
-        "antiquant_group_size": 32,
-        **changes,
-    }
+    operands = {"x": torch.randn(2, 128).bfloat16(), "weight": WEIGHT, "antiquant_scale": ones(4, 16)}
+    return {**operands, "antiquant_group_size": 32, **changes}
 
 
-WRONG_OPERANDS = {
-    "small group": {"antiquant_group_size": 16},
-    "group K": {"antiquant_group_size": 128},
-    "group 48": {"antiquant_group_size": 48},
-    "scales": {"antiquant_scale": torch.ones(3, 16).bfloat16()},
-    "offset": {"antiquant_offset": torch.ones(1, 16).bfloat16()},
-    "rank": {"x": torch.zeros(1, 2, 128).bfloat16()},
-    "weight rank": {"weight": torch.ones(128, 16, 1, dtype=torch.int8)},
-    "empty": {"x": torch.zeros(0, 128).bfloat16()},
-    "no columns": {"weight": torch.ones(128, 0, dtype=torch.int8), "antiquant_scale": torch.ones(4, 0).bfloat16()},
-    "K": {"weight": torch.ones(129, 16, dtype=torch.int8)},
-    "small group with its scales": {"antiquant_group_size": 16, "antiquant_scale": torch.ones(8, 16).bfloat16()},
-    "group K with its scales": {"antiquant_group_size": 128, "antiquant_scale": torch.ones(1, 16).bfloat16()},
-    "group 48 with its scales": {"antiquant_group_size": 48, "antiquant_scale": torch.ones(3, 16).bfloat16()},
-    "bias": {"bias": torch.zeros(16).bfloat16()},
-    "quantised": {"antiquant_scale": torch.ones(4, 16, dtype=torch.int64), "quant_scale": torch.ones(1)},
-}
+def large(inner: int, **changes: object) -> dict:
+    x, weight, scale = ((1, inner), BF16), ((inner, 8), INT8), ((8,), BF16)
+    sizes = {"x": x, "weight": weight, "antiquant_scale": scale}
+    return {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in sizes.items()}
 
 
-@pytest.mark.parametrize("changes", WRONG_OPERANDS.values(), ids=WRONG_OPERANDS)
-def test_R78_weight_quant_batchmatmul(changes):
-    matmul(**case(), bias=torch.zeros(16))
-    with rejects(78):
-        matmul(**case(**changes))
+def of_groups(size: int, groups: int, **changes: object) -> dict:
+    return case(antiquant_group_size=size, antiquant_scale=ones(groups, 16), **changes)
 
 
-def test_R78_weight_quant_batchmatmul_in_large_and_in_nz():
-    with use(execute=False), rejects(78, "65535"):
-        matmul(
-            torch.empty(1, 65536, dtype=torch.bfloat16, device="meta"),
-            torch.empty(65536, 8, dtype=torch.int8, device="meta"),
-            torch.empty(8, dtype=torch.bfloat16, device="meta"),
-        )
-    weight = torch.zeros(128, 8, dtype=torch.int32)
-    with use(format_of=lambda t: FORMAT_FRACTAL_NZ if t is weight else 2), rejects(78, "64 or 128"):
-        matmul(**case(weight=weight, antiquant_scale=torch.ones(4, 64).bfloat16()))
+def int4_in_nz(inner: int, columns: int, group: int) -> dict:
+    scale = ones(-(-inner // group), columns)
+    return {"x": ones(2, inner), "weight": torch.zeros(inner, columns // 8, dtype=INT32),
+            "antiquant_scale": scale, "antiquant_group_size": group}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("inner", "columns", "group"), [(160, 64, 64), (128, 32, 64)], ids=["a group and a half", "N % 64"]
-)
-def test_R78_int4_in_nz_is_whole_groups_and_tiles(inner, columns, group):
-    def call(inner: int, columns: int, group: int) -> None:
-        weight = torch.zeros(inner, columns // 8, dtype=torch.int32)
-        scale = torch.ones(-(-inner // group), columns).bfloat16()
-        with use(format_of=lambda t: FORMAT_FRACTAL_NZ if t is weight else 2):
-            matmul(torch.zeros(2, inner).bfloat16(), weight, scale, antiquant_group_size=group)
+# of the operands only a weight is an integer
+IN_NZ = {"format_of": lambda t: FORMAT_FRACTAL_NZ if not t.is_floating_point() else 2}
+BROKEN: Broken = {
+    78: {
+        **{f"group {size}": (of(matmul, case, antiquant_group_size=size),) for size in (16, 48, 128)},
+        **{
+            f"group {size} with its scales": (of(matmul, of_groups, size=size, groups=-(-128 // size)),)
+            for size in (16, 48, 128)
+        },
+        "scales": (of(matmul, case, antiquant_scale=ones(3, 16)),),
+        "offset": (of(matmul, case, antiquant_offset=ones(1, 16)),),
+        "rank": (of(matmul, case, x=ones(1, 2, 128)),),
+        "weight rank": (of(matmul, case, weight=WEIGHT[..., None]),),
+        "empty": (of(matmul, case, x=ones(0, 128)),),
+        "no columns": (of(matmul, case, weight=WEIGHT[:, :0], antiquant_scale=ones(4, 0)),),
+        "K": (of(matmul, case, weight=ones(129, 16, dtype=INT8)),),
+        "bias": (of(matmul, case, bias=ones(16)),),
+        "quantised": (of(matmul, case, antiquant_scale=ones(4, 16, dtype=torch.int64), quant_scale=torch.ones(1)),),
+        "65536": (under(of(matmul, large, inner=65536), execute=False), "65535"),
+        "int4 in NZ": (
+            under(of(matmul, case, weight=torch.zeros(128, 8, dtype=INT32), antiquant_scale=ones(4, 64)), **IN_NZ),
+            "64 or 128",
+        ),
+        "a group and a half": (
+            under(of(matmul, int4_in_nz, inner=160, columns=64, group=64), **IN_NZ), "FRACTAL_NZ int4",
+        ),
+        "N % 64": (under(of(matmul, int4_in_nz, inner=128, columns=32, group=64), **IN_NZ), "FRACTAL_NZ int4"),
+        "a quantised output in NZ": (under(of(matmul, case, quant_scale=torch.ones(1)), **IN_NZ), "FRACTAL_NZ"),
+    },
+    79: {
+        "not eights": (lambda: pack(torch.zeros(4, 12, dtype=INT32)),),
+        "int8": (lambda: pack(torch.zeros(4, 8, dtype=INT8)),),
+        "strided": (lambda: pack(torch.zeros(8, 4, dtype=INT32).T),),
+        "rank": (lambda: pack(torch.zeros(2, 4, 8, dtype=INT32)),),
+    },
+    80: {
+        **{
+            name: (lambda name=name: OPS[f"npu::{name}"](ones(2, 32)), "MX")
+            for name in ("npu_dynamic_mx_quant", "npu_dynamic_block_mx_quant")
+        },
+        "float8_e4m3fn": (lambda: dynamic_quant(ones(2, 32), dst_type=torch.float8_e4m3fn), "float8_e4m3fn"),
+        "float8_e5m2": (
+            lambda: OPS["npu::npu_quantize"](torch.zeros(2, 32), torch.ones(1), None, torch.float8_e5m2),
+            "float8_e5m2",
+        ),
+    },
+}  # fmt: skip
 
-    call(192, 64, 64)
-    call(256, 64, 128)
-    with rejects(78, "FRACTAL_NZ int4"):
-        call(inner, columns, group)
 
-
-def test_R78_a_quantised_output_wants_nd():
-    weight = torch.ones(128, 16, dtype=torch.int8)
-    with use(format_of=lambda t: FORMAT_FRACTAL_NZ if t is weight else 2), rejects(78, "FRACTAL_NZ"):
-        matmul(**case(weight=weight), quant_scale=torch.ones(1))
-    with pytest.raises(NotEmulatedError):
-        matmul(**case(), quant_scale=torch.ones(1))
+@broken_calls(BROKEN)
+def test_broken_call_is_refused_with_its_rule(rule, run, words):
+    check_refusal(rule, run, words)
 
 
 def test_scales_of_channels_and_the_largest_sizes_are_legal():
-    for scale in (torch.ones(16), torch.ones(1, 16)):
-        matmul(**case(antiquant_scale=scale.bfloat16(), antiquant_group_size=0))
-    matmul(**case(antiquant_scale=torch.ones(2, 16).bfloat16(), antiquant_group_size=96))
-    last = {"x": torch.zeros(2, 129).bfloat16(), "weight": torch.ones(129, 16, dtype=torch.int8)}
-    matmul(**case(**last, antiquant_scale=torch.ones(2, 16).bfloat16(), antiquant_group_size=128))
+    matmul(**case(), bias=torch.zeros(16))
+    for scale in (ones(16), ones(1, 16)):
+        matmul(**case(antiquant_scale=scale, antiquant_group_size=0))
+    matmul(**of_groups(96, 2))
+    matmul(**of_groups(128, 2, x=ones(2, 129), weight=ones(129, 16, dtype=INT8)))
     with use(execute=False):
-        matmul(
-            torch.empty(1, 65535, dtype=torch.bfloat16, device="meta"),
-            torch.empty(65535, 8, dtype=torch.int8, device="meta"),
-            torch.empty(8, dtype=torch.bfloat16, device="meta"),
-        )
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [
-        torch.zeros(4, 12, dtype=torch.int32),
-        torch.zeros(4, 8, dtype=torch.int8),
-        torch.zeros(8, 4, dtype=torch.int32).T,
-        torch.zeros(2, 4, 8, dtype=torch.int32),
-    ],
-    ids=["not eights", "int8", "strided", "rank"],
-)
-def test_R79_int4pack(weight):
-    with rejects(79):
-        pack(weight)
+        matmul(**large(65535))
+    with use(**IN_NZ):
+        matmul(**int4_in_nz(192, 64, 64))
+        matmul(**int4_in_nz(256, 64, 128))
+    with pytest.raises(NotEmulatedError):
+        matmul(**case(), quant_scale=torch.ones(1))
 
 
 def test_R79_int4_values():
@@ -122,13 +117,3 @@ def test_R79_int4_values():
         pack(wide)
     with use(strict=False), leaves_undefined(79):
         pack(wide)
-
-
-def test_R80_no_small_floats():
-    for name in ("npu_dynamic_mx_quant", "npu_dynamic_block_mx_quant"):
-        with rejects(80, "MX"):
-            OPS[f"npu::{name}"](torch.zeros(2, 32).bfloat16())
-    with rejects(80, "float8_e4m3fn"):
-        dynamic_quant(torch.zeros(2, 32).bfloat16(), dst_type=torch.float8_e4m3fn)
-    with rejects(80, "float8_e5m2"):
-        OPS["npu::npu_quantize"](torch.zeros(2, 32), torch.ones(1), None, torch.float8_e5m2)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from ascend_emulator.context import Group, use
 from ascend_emulator.ops import OPS
-from ascend_emulator.rules import ContractError, NotEmulatedError
+from ascend_emulator.rules import NotEmulatedError
 
-from emulator.tests.contracts import leaves_undefined, notes, rejects
+from emulator.tests.contracts import (
+    Broken,
+    broken_calls,
+    check_refusal,
+    leaves_undefined,
+    legal_calls,
+    notes,
+    of,
+    rejects,
+)
 
 softmax = OPS["npu::npu_moe_gating_top_k_softmax"]
 softmax_v2 = OPS["npu::npu_moe_gating_top_k_softmax_v2"]
@@ -25,34 +36,174 @@ IDS = torch.tensor([[0, 2], [1, 2], [3, 0]], dtype=torch.int32)
 ROWS = torch.randn(3, 32).bfloat16()
 
 
-@pytest.mark.parametrize(
-    ("x", "k"),
-    [(LOGITS, 9), (LOGITS[0], 2), (LOGITS.long(), 2), (torch.zeros(1, 1100), 1025)],
-    ids=["k > E", "one dimension", "integers", "k > 1024"],
-)
-def test_R57_gating_top_k_softmax(x, k):
-    with rejects(57):
-        softmax(x, k=k)
-    with rejects(57):
-        softmax_v2(x, k=k)
-    softmax(LOGITS[None], k=8)
-    softmax(torch.zeros(1, 1100), k=1024)
+BF16_ROWS, PLACES = torch.randn(6, 32).bfloat16(), torch.arange(6, dtype=torch.int32)
+FLOAT_ROWS, PROBS = torch.randn(6, 32), torch.rand(3, 2)
+ROW_IDX = torch.arange(6, dtype=torch.int32).view(2, 3).T.contiguous()
+BIAS, SKIP, SCALES = torch.randn(4, 32).bfloat16(), torch.randn(3, 32).bfloat16(), torch.rand(3, 2).bfloat16()
+
+
+def gated(x: torch.Tensor = LOGITS, **options: object) -> partial:
+    return partial(gating, x, **{"k": 2, **options})
+
+
+def routing_v2(**changes: object) -> dict:
+    return {
+        "x": ROWS, "expert_idx": IDS, "active_num": 6, "expert_num": 4, "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True, "quant_mode": -1, "active_expert_range": [0, 4], **changes,
+    }  # fmt: skip
+
+
+def unpermuted(rows: torch.Tensor = FLOAT_ROWS, **changes: object) -> partial:
+    return partial(unpermute, rows, **{"sorted_indices": PLACES, "probs": PROBS, **changes})
+
+
+def routing(**changes: object) -> dict:
+    return {
+        "expanded_permuted_rows": BF16_ROWS, "skip1": SKIP, "skip2": SKIP, "bias": BIAS, "scales": SCALES,
+        "expanded_src_to_dst_row": PLACES, "export_for_source_row": IDS, "drop_pad_mode": 0, **changes,
+    }  # fmt: skip
+
+
+def named(changes: dict[str, object]) -> str:
+    shown = {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in changes.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+BROKEN: Broken = {
+    57: {
+        **{
+            f"{version}, {what}": (partial(op, x, k=k),)
+            for version, op in (("v1", softmax), ("v2", softmax_v2))
+            for what, x, k in (
+                ("k > E", LOGITS, 9), ("one dimension", LOGITS[0], 2), ("integers", LOGITS.long(), 2),
+                ("k > 1024", torch.zeros(1, 1100), 1025),
+            )
+        },
+        "v2, an empty choice": (partial(softmax_v2, LOGITS, k=0),),
+        "v2, a third order": (partial(softmax_v2, LOGITS, k=2, renorm=2),),
+    },
+    58: {
+        "rank": (gated(LOGITS[None]),),
+        "experts": (gated(torch.zeros(1, 2049)),),
+        "bias": (gated(bias=torch.zeros(7)),),
+        "renorm": (gated(renorm=1),),
+        "bias dtype": (gated(bias=torch.zeros(8).bfloat16()),),
+        "groups": (gated(group_count=3),),
+        "no group": (gated(group_count=0),),
+        "more groups than there are": (gated(group_count=2, k_group=3),),
+        "none of the groups": (gated(k_group=0),),
+        "k": (gated(k=9),),
+        "k of one group of two": (gated(k=5, group_count=2),),
+        "k = 0": (gated(k=0),),
+        "norm": (gated(norm_type=2),),
+        "selection": (gated(group_select_mode=2),),
+        "integers": (gated(LOGITS.long()),),
+    },
+    59: {
+        named(changes): (of(init_v2, routing_v2, **changes),)
+        for changes in (
+            {"active_expert_range": []}, {"active_expert_range": [2, 2]}, {"active_expert_range": [0, 5]},
+            {"expert_num": 0}, {"expert_num": 10241}, {"expert_num": 5121, "expert_tokens_num_type": 2},
+            {"drop_pad_mode": 1}, {"expert_tokens_num_flag": False}, {"expert_tokens_num_type": 0},
+            {"quant_mode": 0}, {"active_num": 3}, {"row_idx_type": 2},
+            {"expert_idx": IDS.long()}, {"expert_idx": IDS.flatten()}, {"expert_idx": IDS[..., None]},
+            {"x": ROWS[:2]}, {"x": ROWS[..., None]}, {"x": ROWS.double()}, {"x": ROWS.to(torch.int8), "quant_mode": 1},
+        )
+    },
+    60: {
+        "int64 rows": (partial(init, ROWS, ROW_IDX.long(), IDS, 3),),
+        "int64 ids": (partial(init, ROWS, ROW_IDX, IDS.long(), 3),),
+        "columns": (partial(init, ROWS, ROW_IDX[:, :1], IDS, 3),),
+        "rows": (partial(init, ROWS, ROW_IDX[:2], IDS[:2], 3),),
+        "one dimension": (partial(init, ROWS, ROW_IDX.flatten()[:3], IDS.flatten()[:3], 3),),
+    },
+    61: {
+        "padded": (partial(permute, ROWS, IDS, padded_mode=True),),
+        "513 of a token": (partial(permute, ROWS, torch.zeros(3, 513, dtype=torch.int32)),),
+        "rows": (partial(permute, ROWS, IDS[:2]),),
+        "floats": (partial(permute, ROWS, IDS.float()),),
+        "three dimensions": (partial(permute, ROWS, IDS[..., None]),),
+        **{
+            f"unpermute {named(changes)}": (unpermuted(**changes),)
+            for changes in (
+                {"padded_mode": True}, {"probs": torch.rand(3, 3)}, {"probs": torch.rand(6)},
+                {"sorted_indices": PLACES.long()}, {"sorted_indices": PLACES[None]}, {"probs": PROBS.double()},
+                {"sorted_indices": torch.zeros(513, dtype=torch.int32), "probs": torch.rand(1, 513)},
+            )
+        },
+        "unpermute, rank": (unpermuted(FLOAT_ROWS[..., None]), "permuted_tokens"),
+        "unpermute, float64": (unpermuted(FLOAT_ROWS.double()), "permuted_tokens"),
+    },
+    62: {
+        **{
+            f"{number}: {named(changes)}": (of(finalize, routing, **changes),)
+            for number, changes in enumerate((
+                {"bias": BIAS.float()}, {"scales": SCALES.float()}, {"bias": BIAS[:, :16]},
+                {"skip1": None}, {"export_for_source_row": None}, {"drop_pad_mode": 4}, {"drop_pad_mode": 1},
+                {"expanded_permuted_rows": BF16_ROWS.double()}, {"expanded_permuted_rows": BF16_ROWS[None]},
+                {"drop_pad_mode": 4, "expanded_permuted_rows": BF16_ROWS[None]},
+                {"expanded_src_to_dst_row": PLACES.long()}, {"expanded_src_to_dst_row": PLACES[None]},
+                {"export_for_source_row": IDS.long()}, {"export_for_source_row": IDS.flatten()},
+            ))
+        },
+        "float64 alone": (partial(finalize, BF16_ROWS.double(), None, None, None, None, PLACES, None), "float64"),
+        "a place past the end": (of(finalize, routing, expanded_src_to_dst_row=PLACES + 1), "places"),
+    },
+    63: {
+        "two dimensions": (partial(expert_tokens, IDS, 4),),
+        "int64": (partial(expert_tokens, torch.zeros(3, dtype=torch.int64), 4),),
+    },
+    0: {
+        **{
+            f"finished, {what}, {version}": (partial(op, LOGITS, finished=finished, k=2), "finished should be bool [5]")
+            for version, op in (("v1", softmax), ("v2", softmax_v2))
+            for what, finished in (("float", torch.zeros(5)), ("rows", torch.zeros(4, dtype=torch.bool)))
+        },
+        "init_routing, rank": (partial(init, ROWS[..., None], ROW_IDX, IDS, 3),),
+        "init_routing, float64": (partial(init, ROWS.double(), ROW_IDX, IDS, 3),),
+        "init_routing, -1": (partial(init, ROWS, ROW_IDX, IDS, -1),),
+        "permute, rank": (partial(permute, ROWS[:, 0], IDS), "float with two dimensions or more"),
+        "permute, float64": (partial(permute, ROWS.double(), IDS), "float with two dimensions or more"),
+    },
+}  # fmt: skip
+
+
+@broken_calls(BROKEN)
+def test_broken_call_is_refused_with_its_rule(rule, run, words):
+    check_refusal(rule, run, words)
+
+
+LEGAL = {
+    "softmax of three dimensions": partial(softmax, LOGITS[None], k=8),
+    "softmax, 1024": partial(softmax, torch.zeros(1, 1100), k=1024),
+    "finished": partial(softmax, LOGITS, torch.zeros(5, dtype=torch.bool), k=2),
+    "gating": gated(k=8, bias=torch.zeros(8)),
+    "gating, 2048": gated(torch.zeros(1, 2048)),
+    "init_routing_v2": of(init_v2, routing_v2, active_num=-1),
+    "init_routing_v2, 10240": of(init_v2, routing_v2, expert_num=10240),
+    "init_routing_v2, 5120": of(init_v2, routing_v2, expert_num=5120, expert_tokens_num_type=2),
+    "init_routing": partial(init, ROWS, ROW_IDX, IDS, 3),
+    "permute": partial(permute, ROWS, IDS),
+    "permute, 512": partial(permute, ROWS, torch.zeros(3, 512, dtype=torch.int32)),
+    "unpermute": unpermuted(),
+    "unpermute, 512": unpermuted(sorted_indices=torch.zeros(512, dtype=torch.int32), probs=torch.rand(1, 512)),
+    "finalize": of(finalize, routing),
+    "finalize, one skip": of(finalize, routing, skip2=None),
+    "finalize, no skip": of(finalize, routing, skip1=None, skip2=None),
+    "finalize, no bias": of(finalize, routing, bias=None, export_for_source_row=None),
+}
+
+
+@legal_calls(LEGAL)
+def test_legal_call_is_taken(run):
+    run()
+
+
+def test_limits_have_results():
     assert softmax(LOGITS, k=0)[0].shape == (5, 0)
-
-
-@pytest.mark.parametrize("options", [{"k": 0}, {"k": 2, "renorm": 2}])
-def test_R57_version_2_has_no_empty_choice_and_two_orders(options):
-    with rejects(57):
-        softmax_v2(LOGITS, **options)
-
-
-@pytest.mark.parametrize("finished", [torch.zeros(5), torch.zeros(4, dtype=torch.bool)], ids=["float", "rows"])
-def test_finished_is_a_boolean_a_row(finished):
-    softmax(LOGITS, torch.zeros(5, dtype=torch.bool), k=2)
-    with pytest.raises(ContractError, match=r"finished should be bool \[5\]"):
-        softmax(LOGITS, finished, k=2)
-    with pytest.raises(ContractError, match=r"finished should be bool \[5\]"):
-        softmax_v2(LOGITS, finished=finished, k=2)
+    rows, *_ = init_v2(**routing_v2(x=ROWS.to(torch.int8)))
+    assert rows.dtype == torch.int8, "quantised already"
+    assert init(ROWS, ROW_IDX, IDS, 0)[0].shape == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -69,128 +220,6 @@ def test_nan_logits_leave_the_choice_undefined(rule, op):
     assert (torch.cat([ids[:1], ids[2:]]) >= 0).all()
     with use(execute=False):
         op(x, k=2)
-
-
-WRONG_LOGITS = {
-    "rank": (LOGITS[None], {}),
-    "experts": (torch.zeros(1, 2049), {}),
-    "bias": (LOGITS, {"bias": torch.zeros(7)}),
-    "renorm": (LOGITS, {"renorm": 1}),
-    "bias dtype": (LOGITS, {"bias": torch.zeros(8).bfloat16()}),
-    "groups": (LOGITS, {"group_count": 3}),
-    "no group": (LOGITS, {"group_count": 0}),
-    "more groups than there are": (LOGITS, {"group_count": 2, "k_group": 3}),
-    "none of the groups": (LOGITS, {"k_group": 0}),
-    "k": (LOGITS, {"k": 9}),
-    "k of one group of two": (LOGITS, {"k": 5, "group_count": 2}),
-    "k = 0": (LOGITS, {"k": 0}),
-    "norm": (LOGITS, {"norm_type": 2}),
-    "selection": (LOGITS, {"group_select_mode": 2}),
-    "integers": (LOGITS.long(), {}),
-}
-
-
-@pytest.mark.parametrize(("x", "extra"), WRONG_LOGITS.values(), ids=WRONG_LOGITS)
-def test_R58_gating_top_k(x, extra):
-    with rejects(58):
-        gating(x, **{"k": 2, **extra})
-    gating(LOGITS, 8, bias=torch.zeros(8))
-    gating(torch.zeros(1, 2048), 2)
-
-
-def routing_v2(**changes: object) -> dict:
-    return {
-        "x": ROWS, "expert_idx": IDS, "active_num": 6, "expert_num": 4, "expert_tokens_num_type": 1,
-        "expert_tokens_num_flag": True, "quant_mode": -1, "active_expert_range": [0, 4], **changes,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"active_expert_range": []},
-        {"active_expert_range": [2, 2]},
-        {"active_expert_range": [0, 5]},
-        {"expert_num": 0},
-        {"expert_num": 10241},
-        {"drop_pad_mode": 1},
-        {"expert_tokens_num_flag": False},
-        {"expert_tokens_num_type": 0},
-        {"quant_mode": 0},
-        {"active_num": 3},
-        {"expert_idx": IDS.long()},
-        {"expert_idx": IDS.flatten()},
-        {"expert_idx": IDS[..., None]},
-        {"x": ROWS[:2]},
-        {"x": ROWS[..., None]},
-        {"x": ROWS.double()},
-        {"x": ROWS.to(torch.int8), "quant_mode": 1},
-        {"row_idx_type": 2},
-        {"expert_num": 5121, "expert_tokens_num_type": 2},
-    ],
-    ids=lambda c: "-".join(f"{k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in c.items()),
-)
-def test_R59_init_routing_v2(changes):
-    with rejects(59):
-        init_v2(**routing_v2(**changes))
-    init_v2(**routing_v2(active_num=-1))
-
-
-def test_limits_of_init_routing_v2_are_legal():
-    init_v2(**routing_v2(expert_num=10240))
-    init_v2(**routing_v2(expert_num=5120, expert_tokens_num_type=2))
-    rows, *_ = init_v2(**routing_v2(x=ROWS.to(torch.int8)))
-    assert rows.dtype == torch.int8, "quantised already"
-
-
-def test_R60_init_routing():
-    row_idx = torch.arange(6, dtype=torch.int32).view(2, 3).T.contiguous()
-    init(ROWS, row_idx, IDS, 3)
-    flat = row_idx.flatten(), IDS.flatten()
-    for rows, ids in (
-        (row_idx.long(), IDS),
-        (row_idx, IDS.long()),
-        (row_idx[:, :1], IDS),
-        (row_idx[:2], IDS[:2]),
-        (flat[0][:3], flat[1][:3]),
-    ):
-        with rejects(60):
-            init(ROWS, rows, ids, 3)
-    for x, active in ((ROWS[..., None], 3), (ROWS.double(), 3), (ROWS, -1)):
-        with pytest.raises(ContractError):
-            init(x, row_idx, IDS, active)
-    assert init(ROWS, row_idx, IDS, 0)[0].shape == (0, 32)
-
-
-def test_R61_permute_and_unpermute():
-    permute(ROWS, IDS)
-    for extra in ({"padded_mode": True}, {"indices": torch.zeros(3, 513, dtype=torch.int32)}, {"indices": IDS[:2]}):
-        with rejects(61):
-            permute(ROWS, **{"indices": IDS, **extra})
-    for indices in (IDS.float(), IDS[..., None]):
-        with rejects(61):
-            permute(ROWS, indices)
-    for tokens in (ROWS[:, 0], ROWS.double()):
-        with pytest.raises(ContractError, match="float with two dimensions or more"):
-            permute(tokens, IDS)
-    permute(ROWS, torch.zeros(3, 512, dtype=torch.int32))
-    rows, places, probs = torch.randn(6, 32), torch.arange(6, dtype=torch.int32), torch.rand(3, 2)
-    unpermute(rows, places, probs)
-    for extra in (
-        {"padded_mode": True},
-        {"probs": torch.rand(3, 3)},
-        {"probs": torch.rand(6)},
-        {"sorted_indices": places.long()},
-        {"sorted_indices": places[None]},
-        {"probs": probs.double()},
-        {"sorted_indices": torch.zeros(513, dtype=torch.int32), "probs": torch.rand(1, 513)},
-    ):
-        with rejects(61):
-            unpermute(rows, **{"sorted_indices": places, "probs": probs, **extra})
-    for wrong in (rows[..., None], rows.double()):
-        with rejects(61, "permuted_tokens"):
-            unpermute(wrong, places, probs)
-    unpermute(rows, torch.zeros(512, dtype=torch.int32), torch.rand(1, 512))
 
 
 @pytest.mark.parametrize("wild", [-1, (1 << 24) - 1])
@@ -215,46 +244,6 @@ def test_R61_places_lie_inside_the_rows(wild):
         out = unpermute(rows, places, probs)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
-
-
-def test_R62_finalize_routing():
-    rows, places = torch.randn(6, 32).bfloat16(), torch.arange(6, dtype=torch.int32)
-    bias, skip, scales = torch.randn(4, 32).bfloat16(), torch.randn(3, 32).bfloat16(), torch.rand(3, 2).bfloat16()
-    legal = {
-        "expanded_permuted_rows": rows, "skip1": skip, "skip2": skip, "bias": bias, "scales": scales,
-        "expanded_src_to_dst_row": places, "export_for_source_row": IDS, "drop_pad_mode": 0,
-    }  # fmt: skip
-    finalize(**legal)
-    for changes in (
-        {"bias": bias.float()},
-        {"scales": scales.float()},
-        {"skip1": None},
-        {"export_for_source_row": None},
-        {"bias": bias[:, :16]},
-        {"drop_pad_mode": 4},
-        {"expanded_permuted_rows": rows.double()},
-        {"expanded_permuted_rows": rows[None]},
-        {"drop_pad_mode": 1},
-        {"drop_pad_mode": 4, "expanded_permuted_rows": rows[None]},
-        {"expanded_src_to_dst_row": places.long()},
-        {"expanded_src_to_dst_row": places[None]},
-        {"export_for_source_row": IDS.long()},
-        {"export_for_source_row": IDS.flatten()},
-    ):
-        with rejects(62):
-            finalize(**{**legal, **changes})
-    for absent in ({"skip2": None}, {"skip1": None, "skip2": None}, {"bias": None, "export_for_source_row": None}):
-        finalize(**{**legal, **absent})
-    with rejects(62, "float64"):
-        finalize(rows.double(), None, None, None, None, places, None)
-    with rejects(62, "places"):
-        finalize(**{**legal, "expanded_src_to_dst_row": places + 1})
-
-
-@pytest.mark.parametrize("ids", [IDS, torch.zeros(3, dtype=torch.int64)], ids=["two dimensions", "int64"])
-def test_R63_compute_expert_tokens(ids):
-    with rejects(63):
-        expert_tokens(ids, 4)
 
 
 def across(name: str, rows=4, hidden=2880, choices=4, scales=torch.float32, **extra):

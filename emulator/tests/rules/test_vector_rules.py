@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from ascend_emulator.context import FORMAT_FRACTAL_NZ, use
 from ascend_emulator.ops import OPS
 from ascend_emulator.ops.rope import forget_process_state
-from ascend_emulator.rules import ContractError
 
-from emulator.tests.contracts import leaves_undefined, rejects
+from emulator.tests.contracts import Broken, broken_calls, check_refusal, leaves_undefined, legal_calls, rejects, under
 
 clipped = OPS["npu::npu_clipped_swiglu"]
 swiglu = OPS["npu::npu_swiglu"]
@@ -36,195 +37,189 @@ def bf16(*size: int) -> torch.Tensor:
     return torch.randn(*size).bfloat16()
 
 
-@pytest.mark.parametrize("cann", ["8.3.rc1", "8.3.rc2"])
-def test_R66_clipped_swiglu_is_missing(cann):
-    with use(cann=cann), rejects(66, "has no attribute 'npu_clipped_swiglu'"):
-        clipped(bf16(2, 4))
+def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(size, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("x", "groups"),
-    [
-        (torch.zeros(2, 3), None),
-        (torch.zeros(4), None),
-        (torch.zeros(4, 2).T, None),
-        (torch.zeros(2, 4), torch.zeros(1, dtype=torch.int32)),
-        (torch.zeros(2, 4), torch.zeros(1, 1, dtype=torch.int64)),
-        (torch.zeros(2, 4, dtype=torch.float64), None),
-    ],
-    ids=["odd", "one dimension", "strided", "int32 groups", "two-dimensional groups", "float64"],
-)
-def test_R67_clipped_swiglu(x, groups):
-    with use(cann="8.5"), rejects(67):
-        clipped(x, group_index=groups)
+INT32, INT64, FLOAT, DOUBLE = torch.int32, torch.int64, torch.float32, torch.float64
+ON_8_5 = {"cann": "8.5"}
 
 
-def test_R68_swiglu_needs_halves():
-    with rejects(68, "[2, 3]"):
-        swiglu(bf16(2, 3))
-    swiglu(bf16(2, 3), dim=0)
-    with pytest.raises(ContractError, match="x should be float16, bfloat16 or float32, got float64"):
-        swiglu(torch.zeros(2, 4, dtype=torch.float64))
+def dequantised(*size: int, dtype: torch.dtype = torch.bfloat16, **options: torch.Tensor) -> partial:
+    return partial(dequant, zeros(*size, dtype=dtype), quant_mode=1, **options)
 
 
-WRONG_QUANTISED = {
-    "no scales": (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1}),
-    "static groups": (torch.zeros(2, 128).bfloat16(), {"group_index": torch.tensor([2])}),
-    "odd": (torch.zeros(2, 127).bfloat16(), {"quant_mode": 1}),
-    "unaligned": (torch.zeros(2, 64).bfloat16(), {"quant_mode": 1}),
-    "wide": (torch.zeros(1, 2 * 10560).bfloat16(), {"quant_mode": 1}),
-    "float32": (torch.zeros(2, 128), {"quant_mode": 1}),
-    "no activation scale": (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1, "weight_scale": torch.ones(128)}),
-    "no weight scale": (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1, "activation_scale": torch.ones(2)}),
-    "odd with an aligned half": (torch.zeros(2, 129).bfloat16(), {"quant_mode": 1}),
-}
-
-
-@pytest.mark.parametrize(("x", "extra"), WRONG_QUANTISED.values(), ids=WRONG_QUANTISED)
-def test_R69_dequant_swiglu_quant(x, extra):
-    with rejects(69):
-        dequant(x, **extra)
-    dequant(torch.zeros(2, 128).bfloat16(), quant_mode=1, group_index=torch.tensor([2]))
-
-
-def test_dequant_swiglu_quant_takes_legal_calls():
-    scales = {"weight_scale": torch.full((128,), 0.5), "activation_scale": torch.tensor([1.0, 2.0])}
-    x = torch.arange(256, dtype=torch.int32).view(2, 128) % 5
-    out, scale = dequant(x, **scales, quant_mode=1, swiglu_mode=1)
-    plain, plain_scale = dequant((x * 0.5 * torch.tensor([[1.0], [2.0]])).half(), quant_mode=1, swiglu_mode=1)
-    assert torch.equal(out, plain)
-    assert torch.equal(scale, plain_scale)
-    dequant(torch.zeros(1, 2 * 10496).bfloat16(), quant_mode=1)
-    dequant(torch.zeros(2, 128).bfloat16())  # static, without groups
-    with use(diagnostic_fp32=True):
-        dequant(torch.zeros(2, 128), quant_mode=1)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: (bf16(2, 8), bf16(2, 8), torch.ones(8)),
-        lambda: (bf16(2, 8), torch.randn(2, 8), bf16(8)),
-        lambda: (bf16(2, 8), bf16(1, 8), bf16(8)),
-        lambda: (bf16(0, 8), bf16(0, 8), bf16(8)),
-        lambda: (bf16(2, 8), bf16(2, 8), bf16(8), -1e-6),
-        lambda: (bf16(*[1] * 9), bf16(*[1] * 9), bf16(1)),
-        lambda: [torch.ones(()).bfloat16()] * 3,
-    ],
-    ids=["gamma float32", "mixed", "shapes", "empty", "epsilon", "nine dimensions", "none"],
-)
-def test_R70_add_rms_norm(make):
-    with rejects(70):
-        add_norm(*make())
-    for size in ((8,), (*[1] * 7, 8)):
-        add_norm(bf16(*size), bf16(*size), bf16(8), 0.0)
-
-
-@pytest.mark.parametrize("gamma", [(4,), (1, 8), (2, 8, 1), (1, 2, 8)])
-def test_gamma_has_the_trailing_dimensions(gamma):
-    for op in (norm, lambda x, g: add_norm(x, x, g)):
-        op(bf16(2, 8), bf16(2, 8))
-        with pytest.raises(ContractError, match="gamma should have x's trailing dimensions"):
-            op(bf16(2, 8), bf16(*gamma))
-
-
-def test_R71_rms_norm_pairs():
-    with rejects(71, "float32-bfloat16"):
-        norm(torch.randn(2, 8), bf16(8))
-    norm(bf16(2, 8), torch.ones(8))
-
-
-@pytest.mark.parametrize(
-    ("size", "table", "extra"),
-    [
-        ((1, 3, 2, 64), (1, 3, 1, 64), {}),
-        ((3, 2, 128), (3, 1, 128), {}),
-        ((1, 3, 2, 128), (1, 3, 1, 128), {"layout": "BNSD"}),
-        ((1, 3, 2, 128), (1, 3, 2, 128), {}),
-        ((1, 0, 2, 128), (1, 0, 1, 128), {}),
-    ],
-    ids=["D 64", "rank", "layout", "cos heads", "empty"],
-)
-def test_R72_apply_rotary_pos_emb(size, table, extra):
-    with rejects(72):
-        apply_rope(bf16(*size), bf16(*size), bf16(*table), bf16(*table), **extra)
-
-
-def test_rotary_modes_have_names():
-    for op in (
-        lambda mode: rotary_mul(*[bf16(1, 3, 2, 64)] * 3, mode),
-        lambda mode: apply_rope(*heads(128), "BSH", mode),
-    ):
-        for mode in ("half", "interleave"):
-            op(mode)
-        with pytest.raises(ContractError, match="interleave, but got whole"):
-            op("whole")
+def rope(q: tuple[int, ...], table: tuple[int, ...], *options: str) -> partial:
+    return partial(apply_rope, bf16(*q), bf16(*q), bf16(*table), bf16(*table), *options)
 
 
 def heads(dim: int) -> list[torch.Tensor]:
     return [bf16(1, 3, count, dim) for count in (2, 1, 1, 1)]
 
 
-def test_R72_head_size_64_from_8_5_only():
-    with use(cann="8.5"):
-        apply_rope(*heads(64))
-    with rejects(72, "D should be 128"):
-        apply_rope(*heads(64))
+def turned(x: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...] | None = None) -> partial:
+    return partial(rotary_mul, bf16(*x), bf16(*cos), bf16(*(sin or cos)))
 
 
-def test_R72_apply_rotary_pos_emb_shares_one_dtype():
-    q, t = bf16(1, 3, 2, 128), torch.randn(1, 3, 1, 128)
-    with rejects(72, "float32"):
-        apply_rope(q, q.clone(), t, t)
+def mropes(**changes: object) -> partial:
+    legal = {"positions": torch.arange(3), "query": bf16(3, 128), "key": bf16(3, 64), "cos_sin_cache": bf16(9, 64)}
+    return partial(mrope, **{**legal, "head_size": 64, **changes})
 
 
-@pytest.mark.parametrize(
-    ("x", "cos", "sin"),
-    [
-        ((3, 2, 64), (3, 1, 64), (3, 1, 64)),
-        ((1, 3, 2, 63), (1, 3, 1, 63), (1, 3, 1, 63)),
-        ((1, 3, 2, 896), (1, 3, 1, 896), (1, 3, 1, 896)),
-        ((1, 3, 2, 64), (1, 3, 1, 64), (1, 1, 2, 64)),
-        ((2, 3, 2, 64), (1, 1, 1, 64), (1, 1, 1, 64)),
-        ((1, 3, 2, 64), (1, 3, 1, 32), (1, 3, 1, 32)),
-    ],
-    ids=["rank", "odd", "wide", "cos and sin", "broadcast", "D"],
-)
-def test_R73_rotary_mul(x, cos, sin):
-    with rejects(73):
-        rotary_mul(bf16(*x), bf16(*cos), bf16(*sin))
+def written(key: tuple[int, ...], slots: int) -> partial:
+    return partial(write, zeros(*key), zeros(*key), *caches(3, 4, 2, 16), torch.arange(slots, dtype=INT32))
 
 
-WRONG_MROPE = {
-    "rank": {"query": bf16(3, 2, 64)},
-    "dtype": {"cos_sin_cache": torch.randn(9, 64)},
-    "head size": {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48)},
-    "rotary_dim": {"cos_sin_cache": bf16(9, 128)},
-    "rows": {"query": bf16(4, 128)},
-    "rank with whole heads": {"query": bf16(3, 64, 2)},
-    "head size % 32": {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48), "cos_sin_cache": bf16(9, 32)},
-    "key's rows": {"key": bf16(4, 64)},
-    "query's heads": {"query": bf16(3, 96)},
-    "key's heads": {"key": bf16(3, 96)},
-    "rotary_dim % 32": {"cos_sin_cache": bf16(9, 48)},
-    "positions of two dimensions": {"positions": torch.arange(3)[None]},
-    "a position too many": {"positions": torch.arange(4)},
-    "positions as floats": {"positions": torch.arange(3.0)},
+def scattered(key: tuple[int, ...], value: tuple[int, ...], cache: tuple[int, ...]) -> partial:
+    return partial(scatter, bf16(*key), bf16(*value), *caches(*cache), torch.arange(2))
+
+
+def caches(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return zeros(*size), zeros(*size)
+
+
+NARROW = {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48)}
+BROKEN: Broken = {
+    66: {cann: (under(partial(clipped, bf16(2, 4)), cann=cann), "has no attribute 'npu_clipped_swiglu'")
+         for cann in ("8.3.rc1", "8.3.rc2")},
+    67: {
+        what: (under(partial(clipped, x, group_index=groups), **ON_8_5),)
+        for what, (x, groups) in {
+            "odd": (zeros(2, 3), None),
+            "one dimension": (zeros(4), None),
+            "strided": (zeros(4, 2).T, None),
+            "int32 groups": (zeros(2, 4), zeros(1, dtype=INT32)),
+            "two-dimensional groups": (zeros(2, 4), zeros(1, 1, dtype=INT64)),
+            "float64": (zeros(2, 4, dtype=DOUBLE), None),
+        }.items()
+    },
+    68: {"halves": (partial(swiglu, bf16(2, 3)), "[2, 3]")},
+    69: {
+        "no scales": (dequantised(2, 128, dtype=INT32),),
+        "static groups": (partial(dequant, zeros(2, 128), group_index=torch.tensor([2])),),
+        "odd": (dequantised(2, 127),),
+        "unaligned": (dequantised(2, 64),),
+        "wide": (dequantised(1, 2 * 10560),),
+        "float32": (dequantised(2, 128, dtype=FLOAT),),
+        "no activation scale": (dequantised(2, 128, dtype=INT32, weight_scale=torch.ones(128)),),
+        "no weight scale": (dequantised(2, 128, dtype=INT32, activation_scale=torch.ones(2)),),
+        "odd with an aligned half": (dequantised(2, 129),),
+    },
+    70: {
+        "gamma float32": (partial(add_norm, bf16(2, 8), bf16(2, 8), torch.ones(8)),),
+        "mixed": (partial(add_norm, bf16(2, 8), torch.randn(2, 8), bf16(8)),),
+        "shapes": (partial(add_norm, bf16(2, 8), bf16(1, 8), bf16(8)),),
+        "empty": (partial(add_norm, bf16(0, 8), bf16(0, 8), bf16(8)),),
+        "epsilon": (partial(add_norm, bf16(2, 8), bf16(2, 8), bf16(8), -1e-6),),
+        "nine dimensions": (partial(add_norm, bf16(*[1] * 9), bf16(*[1] * 9), bf16(1)),),
+        "none": (partial(add_norm, *[torch.ones(()).bfloat16()] * 3),),
+    },
+    71: {"pairs": (partial(norm, torch.randn(2, 8), bf16(8)), "float32-bfloat16")},
+    72: {
+        "D 64": (rope((1, 3, 2, 64), (1, 3, 1, 64)),),
+        "rank": (rope((3, 2, 128), (3, 1, 128)),),
+        "layout": (rope((1, 3, 2, 128), (1, 3, 1, 128), "BNSD"),),
+        "cos heads": (rope((1, 3, 2, 128), (1, 3, 2, 128)),),
+        "empty": (rope((1, 0, 2, 128), (1, 0, 1, 128)),),
+        "D 64 before 8.5": (partial(apply_rope, *heads(64)), "D should be 128"),
+        "float32": (partial(apply_rope, *[bf16(1, 3, 2, 128)] * 2, *[torch.randn(1, 3, 1, 128)] * 2), "float32"),
+    },
+    73: {
+        "rank": (turned((3, 2, 64), (3, 1, 64)),),
+        "odd": (turned((1, 3, 2, 63), (1, 3, 1, 63)),),
+        "wide": (turned((1, 3, 2, 896), (1, 3, 1, 896)),),
+        "cos and sin": (turned((1, 3, 2, 64), (1, 3, 1, 64), (1, 1, 2, 64)),),
+        "broadcast": (turned((2, 3, 2, 64), (1, 1, 1, 64)),),
+        "D": (turned((1, 3, 2, 64), (1, 3, 1, 32)),),
+    },
+    74: {
+        "rank": (mropes(query=bf16(3, 2, 64)),),
+        "dtype": (mropes(cos_sin_cache=torch.randn(9, 64)),),
+        "head size": (mropes(**NARROW),),
+        "rotary_dim": (mropes(cos_sin_cache=bf16(9, 128)),),
+        "rows": (mropes(query=bf16(4, 128)),),
+        "rank with whole heads": (mropes(query=bf16(3, 64, 2)),),
+        "head size % 32": (mropes(**NARROW, cos_sin_cache=bf16(9, 32)),),
+        "key's rows": (mropes(key=bf16(4, 64)),),
+        "query's heads": (mropes(query=bf16(3, 96)),),
+        "key's heads": (mropes(key=bf16(3, 96)),),
+        "rotary_dim % 32": (mropes(cos_sin_cache=bf16(9, 48)),),
+        "positions of two dimensions": (mropes(positions=torch.arange(3)[None]),),
+        "a position too many": (mropes(positions=torch.arange(4)),),
+        "positions as floats": (mropes(positions=torch.arange(3.0)),),
+    },
+    0: {
+        "swiglu float64": (partial(swiglu, zeros(2, 4, dtype=DOUBLE)),
+                           "x should be float16, bfloat16 or float32, got float64"),
+        **{
+            f"{op.__name__} gamma {list(gamma)}": (call, "gamma should have x's trailing dimensions")
+            for gamma in ((4,), (1, 8), (2, 8, 1), (1, 2, 8))
+            for op, call in (
+                (norm, partial(norm, bf16(2, 8), bf16(*gamma))),
+                (add_norm, partial(add_norm, bf16(2, 8), bf16(2, 8), bf16(*gamma))),
+            )
+        },
+        "rotary_mul mode": (partial(rotary_mul, *[bf16(1, 3, 2, 64)] * 3, "whole"), "interleave, but got whole"),
+        "apply_rotary_pos_emb mode": (partial(apply_rope, *heads(128), "BSH", "whole"), "interleave, but got whole"),
+        **{
+            f"cache write, {what}": (written(key, slots), "one slot a token and N * D = 32 expected")
+            for what, key, slots in (
+                ("two dimensions", (2, 32), 2), ("slots", (2, 2, 16), 3), ("width", (2, 2, 8), 2)
+            )
+        },
+        "scatter, two dimensions": (scattered((2, 32), (2, 32), (3, 4, 2, 16)), "should be [T, N, D]"),
+        "scatter, value's rank": (scattered((2, 2, 16), (2, 32), (3, 4, 2, 16)), "should be [T, N, D]"),
+        "scatter, value's rows": (scattered((2, 2, 16), (3, 2, 16), (3, 4, 2, 16)), "should be [T, N, D]"),
+        "scatter, cache rank": (scattered((2, 2, 16), (2, 2, 16), (3, 4, 32)), "caches four-dimensional"),
+        "scatter, last size": (scattered((2, 2, 16), (2, 2, 16), (3, 4, 2, 8)), "fits key ", " neither"),
+        "scatter, NZ width": (scattered((2, 2, 16), (2, 2, 16), (3, 3, 4, 16)), "fits key ", " neither"),
+    },
+}  # fmt: skip
+
+
+@broken_calls(BROKEN)
+def test_broken_call_is_refused_with_its_rule(rule, run, words):
+    check_refusal(rule, run, words)
+
+
+LEGAL = {
+    "swiglu on rows": partial(swiglu, bf16(2, 3), dim=0),
+    "dequant with groups": dequantised(2, 128, group_index=torch.tensor([2])),
+    "dequant of the widest": dequantised(1, 2 * 10496),
+    "dequant static, without groups": partial(dequant, zeros(2, 128)),
+    "dequant of float32 in diagnosis": under(dequantised(2, 128, dtype=FLOAT), diagnostic_fp32=True),
+    "add_norm": partial(add_norm, bf16(8), bf16(8), bf16(8), 0.0),
+    "add_norm of eight dimensions": partial(add_norm, bf16(*[1] * 7, 8), bf16(*[1] * 7, 8), bf16(8), 0.0),
+    "gamma of two dimensions": partial(norm, bf16(2, 8), bf16(2, 8)),
+    "gamma of two dimensions, added": partial(add_norm, bf16(2, 8), bf16(2, 8), bf16(2, 8)),
+    "norm by float32": partial(norm, bf16(2, 8), torch.ones(8)),
+    "D 64 on 8.5": under(partial(apply_rope, *heads(64)), **ON_8_5),
+    **{f"rotary_mul {mode}": partial(rotary_mul, *[bf16(1, 3, 2, 64)] * 3, mode) for mode in ("half", "interleave")},
+    **{f"apply_rope {mode}": partial(apply_rope, *heads(128), "BSH", mode) for mode in ("half", "interleave")},
+    "mrope": mropes(),
+    "mrope of float32 by 16": partial(
+        mrope, torch.arange(3), torch.randn(3, 96), torch.randn(3, 48), torch.randn(9, 48), 48
+    ),
+    "mrope by 32": partial(mrope, torch.arange(3).int(), bf16(3, 128), bf16(3, 64), bf16(9, 32), 64),
+    "cache write of nothing": partial(
+        write, zeros(0, 2, 16), zeros(0, 2, 16), *caches(3, 4, 2, 16), zeros(0, dtype=INT32)
+    ),
+    "scatter to NZ": scattered((2, 2, 16), (2, 2, 16), (3, 2, 4, 16)),
 }
 
 
-@pytest.mark.parametrize("changes", WRONG_MROPE.values(), ids=WRONG_MROPE)
-def test_R74_mrope(changes):
-    legal = {"positions": torch.arange(3), "query": bf16(3, 128), "key": bf16(3, 64), "cos_sin_cache": bf16(9, 64),
-             "head_size": 64}  # fmt: skip
-    mrope(**legal)
-    with rejects(74):
-        mrope(**{**legal, **changes})
+@legal_calls(LEGAL)
+def test_legal_call_is_taken(run):
+    run()
 
 
-def test_float32_turns_in_steps_of_16():
-    mrope(torch.arange(3), torch.randn(3, 96), torch.randn(3, 48), torch.randn(9, 48), 48)
-    mrope(torch.arange(3).int(), bf16(3, 128), bf16(3, 64), bf16(9, 32), 64)
+def test_dequant_swiglu_quant_applies_its_scales():
+    scales = {"weight_scale": torch.full((128,), 0.5), "activation_scale": torch.tensor([1.0, 2.0])}
+    x = torch.arange(256, dtype=INT32).view(2, 128) % 5
+    out, scale = dequant(x, **scales, quant_mode=1, swiglu_mode=1)
+    plain, plain_scale = dequant((x * 0.5 * torch.tensor([[1.0], [2.0]])).half(), quant_mode=1, swiglu_mode=1)
+    assert torch.equal(out, plain)
+    assert torch.equal(scale, plain_scale)
 
 
 def test_R74_mrope_positions_lie_inside_the_cache():
@@ -288,10 +283,6 @@ def test_R75_rotary_embedding_writes_contiguous_tensors():
         rotary(torch.arange(2), bf16(64, 2).T, bf16(2, 64), 64, bf16(8, 64), True)
 
 
-def caches(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(*size).bfloat16(), torch.zeros(*size).bfloat16()
-
-
 def test_R76_reshape_and_cache():
     new, slots = (bf16(2, 2, 16), bf16(2, 2, 16)), torch.tensor([0, 5], dtype=torch.int32)
     key_cache, value_cache = caches(3, 4, 2, 16)
@@ -320,34 +311,6 @@ def test_R76_reshape_and_cache_takes_four_dimensions_of_one_dtype():
     for operands in ((new[0].float(), new[1], key_cache, value_cache), (*new, key_cache, value_cache.float())):
         with rejects(76, "one dtype"):
             write(*operands, slots)
-
-
-@pytest.mark.parametrize(
-    ("size", "slots"), [((2, 32), 2), ((2, 2, 16), 3), ((2, 2, 8), 2)], ids=["two dimensions", "slots", "width"]
-)
-def test_cache_writes_have_a_slot_a_token_and_whole_rows(size, slots):
-    new = torch.zeros(size).bfloat16()
-    with pytest.raises(ContractError, match="one slot a token and N \\* D = 32 expected"):
-        write(new, new, *caches(3, 4, 2, 16), torch.arange(slots, dtype=torch.int32))
-    write(bf16(0, 2, 16), bf16(0, 2, 16), *caches(3, 4, 2, 16), torch.zeros(0, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "cache", "words"),
-    [
-        ((2, 32), (2, 32), (3, 4, 2, 16), "should be .T, N, D."),
-        ((2, 2, 16), (2, 32), (3, 4, 2, 16), "should be .T, N, D."),
-        ((2, 2, 16), (3, 2, 16), (3, 4, 2, 16), "should be .T, N, D."),
-        ((2, 2, 16), (2, 2, 16), (3, 4, 32), "caches four-dimensional"),
-        ((2, 2, 16), (2, 2, 16), (3, 4, 2, 8), "fits key .* neither"),
-        ((2, 2, 16), (2, 2, 16), (3, 3, 4, 16), "fits key .* neither"),
-    ],
-    ids=["two dimensions", "value's rank", "value's rows", "cache rank", "last size", "NZ width"],
-)
-def test_scatter_fits_a_cache_in_either_format(key, value, cache, words):
-    with pytest.raises(ContractError, match=words):
-        scatter(bf16(*key), bf16(*value), *caches(*cache), torch.arange(2))
-    scatter(bf16(2, 2, 16), bf16(2, 2, 16), *caches(3, 2, 4, 16), torch.arange(2))
 
 
 def test_R76_scatter_pa_kv_cache():
