@@ -30,7 +30,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = "model.layers.0."
 EXPERTS = LAYER + "mlp.experts."
 CONVERT, MERGE = "`npu-gptoss convert MODEL OUT`", "`npu-gptoss convert BASE OUT --lora MODEL`"
-ANOTHER = "take the checkpoint it was made from"
+ANOTHER, EXPORT = "take the checkpoint it was made from", "export it with the trainer"
+RANK_FILE, LINEAR = "model-rank-0-part-0.safetensors", ("experts.{}.gate_proj", "experts.{}.down_proj")
+DTYPES, YARN = ("torch_dtype", "dtype"), {"rope_type": "yarn", **PUBLISHED_YARN}
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,15 @@ def _tensors(change: Callable[[Tensors], Tensors]) -> Make:
 
 def _renamed(change: Callable[[str], str]) -> Make:
     return _tensors(lambda tensors: {change(name): tensor for name, tensor in tensors.items()})
+
+
+def _replaced(old: str, new: str) -> Make:
+    """In the names of tensors."""
+    return _renamed(lambda name: name.replace(old, new))
+
+
+def _without(name: str) -> Make:
+    return lambda folder: (folder / name).unlink()
 
 
 def _split_experts(gate_up: str, down: str) -> Make:
@@ -270,366 +281,200 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.e
 TOKENIZER_5 = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["w7"], "unk_token": "w100"}
 SHARDS, PACKED = "bf16-shards", "mxfp4-single"
 METHOD = "quantization_config.quant_method"
+OF_OPENAI = ("original/model.safetensors", "original/config.json", "metal/model.bin", "LICENSE", ".cache/x.lock")
+TRAINER = ("optimizer.pt", "training_args.bin", "rng_state_0.pth", "runs/events.1", "args.json", "nemo_version.txt")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _left = dict.fromkeys(("experts_per_token", "layer_types", "sliding_window", "rope_theta", "hidden_act"), ABSENT)
+_fixed = changed_config(unsloth_fixed=True, pad_token_id=255)
+_wide = _floats(lambda name: any(part in name for part in ("norm", "router", "lm_head")), torch.float32)
+_longer = _all(_rope(factor=64.0), changed_config(max_position_embeddings=262144))
+_fp32 = _all(_floats(lambda _: True, torch.float32), changed_config(torch_dtype="float32"))
+
+
+# name, by, make: with the numbers of the BF16 checkpoint in one file
+PLAIN = (
+    ("config of transformers 5: `rope_parameters`", "transformers 5", as_transformers_5),
+    ("float32 weights", "trainers", _fp32),
+    ("norms, router and head in float32", "trainers", _wide),
+    ("BF16 under `quantization_config` MXFP4", "LlamaFactory, axolotl", changed_config(quantization_config=MXFP4)),
+    ("`quantization_config: null`", "trainers", changed_config(quantization_config=None)),
+    ("`FSDPGptOssForCausalLM`", "axolotl, accelerate", changed_config(architectures=["FSDPGptOssForCausalLM"])),
+    ("no `architectures`", "mergers", changed_config(architectures=ABSENT)),
+    ('`"torch.bfloat16"` spelled out', "scripts", changed_config(**dict.fromkeys(DTYPES, "torch.bfloat16"))),
+    ("`attention_factor` that says the default", "scripts", _rope(attention_factor=0.1 * math.log(32) + 1)),
+    ("a grown vocabulary", "unsloth, axolotl", _all(_tensors(_grown), changed_config(vocab_size=VOCABULARY + 8))),
+    ("a trainer's folder: optimizer, states, `runs/`", "TRL, DeepSpeed, NeMo, ms-swift", _files(*TRAINER)),
+    ("notes of more than 100 MiB", "TRL", _files("trainer_state.json", "train.txt", size=101 << 20)),
+    ("fields that are null", "scripts", changed_config(quantization=None, pooler_hidden_size=None)),
+    ("`eos_token_id` null", "scripts", _json("generation_config.json", eos_token_id=None, top_k=0)),
+    ("no generation_config.json", "mergers", _without("generation_config.json")),
+    ("tokenizer of transformers 5", "transformers 5", _json("tokenizer_config.json", **TOKENIZER_5)),
+    ("`GPT2Tokenizer` for a class", "trainers", _json("tokenizer_config.json", tokenizer_class="GPT2Tokenizer")),
+    ("`LlamaTokenizer` for a class", "mergers", _json("tokenizer_config.json", tokenizer_class="LlamaTokenizer")),
+    ("padding left in tokenizer.json", "TRL", _tokenizer(lambda t: t.enable_padding(length=64))),
+    ("truncation left in tokenizer.json", "unsloth", _tokenizer(lambda t: t.enable_truncation(2))),
+    ("a chat template of its own, in harmony", "fine-tunes", _template("<|start|>system<|message|>You are Kim.")),
+)
+IN_SHARDS = (
+    ("a folder of links", "the hub's cache", _links),
+    ("BF16 of a fine-tune", "unsloth, heretic, abliterated", changed_config(unsloth_version="2026.9")),
+    ("BF16 in shards under MXFP4 with `dequantize`", "transformers", _method("mxfp4", **MXFP4 | {"dequantize": True})),
+    ("hidden files of macOS: `._model…`", "copies", _hidden),
+    ("merged shards with the adapter beside them", "LlamaFactory", _files("adapter_model.safetensors")),
+)
+WITH_NUMBERS_OF_THEIR_OWN = (
+    ("fields left out that have a default", "scripts", changed_config(**_left)),
+    ("`num_experts_per_tok` changed alone", "scripts", changed_config(num_experts_per_tok=2, experts_per_token=4)),
+    ("a longer context", "scripts", _longer),
+    ("pruned experts", "REAP, AmanPriyanshu", _pruned(3)),
+)
+# name, by, a field of config.json with its wrong value, the page's remedy, and the value that follows from it
+EDITS: tuple[tuple[str, str, str, Any, str, Any], ...] = (
+    ("fields that change the model", "scripts", "lora_rank", 8, "remove them if they do not", ABSENT),
+    ("`is_causal: false`", "embedders", "is_causal", False, "remove it if the model generates text", ABSENT),
+    ("`rope_scaling: null`", "scripts", "rope_scaling", None, "write the base's section", YARN),
+    ("no `model_type`", "scripts", "model_type", ABSENT, "write `gpt_oss`", "gpt_oss"),
+    ('`"torch_dtype": "float16"` over BF16', "scripts", "torch_dtype", "float16", "remove the field", ABSENT),
+)
+# name, by, make, the name of the tool in the refusal; `npu-gptoss convert` reads them
+CONVERTED = (
+    ("experts as modules", "unsloth", _split_experts("gate_up_projs.{}", "down_projs.{}"), "unsloth"),
+    ("experts as modules, linear", "llm-compressor", _split_experts(*LINEAR), "llm-compressor"),
+    ("names with `_orig_mod.`", "torch.compile", _renamed(lambda name: f"_orig_mod.{name}"), "wrapper"),
+    ("names with `model.language_model.`", "wrappers", _renamed(_wrapped), "wrapper"),
+    ("a value head: `v_head.`", "TRL", _more(("v_head.summary.weight",)), "value head"),
+    ("one file of another name", "scripts", _renamed_file, ""),
+    ("names with `base_model.model.`", "peft", _renamed(lambda name: f"base_model.model.{name}"), ""),
+    ("saved without merging", "peft", _replaced("q_proj.weight", "q_proj.base_layer.weight"), "without merging"),
+    ("names of `original/`", "OpenAI", _replaced(LAYER + "self_attn.q_proj", "block.0.attn.qkv"), "original/"),
+)
+# name, by, a file in place of the weights, the page's remedy, the name of the tool in the refusal
+FOREIGN = (
+    ("MODEL is `metal/`", "OpenAI", "model.bin", "take the folder above", "Metal"),
+    ("x.gguf", "llama.cpp", "gpt-oss-20b-Q4_K_M.gguf", "take the safetensors", "GGUF"),
+    ("W8A8, W4A8", "ModelSlim", "quant_model_weight_w8a8_dynamic.safetensors", ANOTHER, "ModelSlim"),
+    ("hf_quant_config.json", "NVIDIA ModelOpt", "hf_quant_config.json", ANOTHER, "ModelOpt"),
+    ("weights.00.npz", "mlx-lm", "weights.00.npz", ANOTHER, "MLX"),
+    ("a training state: x.distcp", "FSDP", "__0_0.distcp", EXPORT, "distributed"),
+    ("a file of each rank", "vLLM save_sharded_state", RANK_FILE, "save it with transformers", "save_sharded_state"),
+    ("ONNX", "optimum", "model.onnx", ANOTHER, "ONNX"),
+    ("OpenVINO", "optimum", "openvino_model.bin", ANOTHER, "OpenVINO"),
+    ("a pickle", "old scripts", "pytorch_model.bin", "convert it where you trust it", ""),
+)
+# name, by, quant_method, its other fields, the name of the tool in the refusal
+QUANTISED: tuple[tuple[str, str, str, dict[str, str], str], ...] = (
+    ("NVFP4, FP8", "NVIDIA ModelOpt", "modelopt", {}, "ModelOpt"),
+    ("NVFP4", "llm-compressor", "compressed-tensors", {"format": "nvfp4-pack-quantized"}, "NVFP4"),
+    ("four bits", "llm-compressor", "compressed-tensors", {"format": "pack-quantized"}, "four bits"),
+    ("AWQ", "AutoAWQ", "awq", {}, "AWQ"),
+    ("GPTQ", "GPTQModel", "gptq", {}, "GPTQ"),
+    ("bitsandbytes", "unsloth-bnb-4bit", "bitsandbytes", {}, "bitsandbytes"),
+    ("auto-round", "Intel", "auto-round", {}, "auto-round"),
+    ("torchao", "PyTorch", "torchao", {}, "torchao"),
+    ("HQQ", "HQQ", "hqq", {}, "HQQ"),
+    ("Quark", "AMD", "quark", {}, "Quark"),
+)
+TRAINED_IN_HARMONY = {"do": "delete it if the model was trained in harmony", "field": "chat_template.jinja"}
+NO_SUCH_FIELD = changed_config(quantization_config=ABSENT)
 
 FORMS = (
-    # published
-    Form(
-        "`openai/gpt-oss-20b`: MXFP4, `original/`, `metal/`",
-        "OpenAI",
-        _files("original/model.safetensors", "original/config.json", "metal/model.bin", "LICENSE", ".cache/x.lock"),
-        base="mxfp4-shards",
-    ),
+    Form("`openai/gpt-oss-20b`: MXFP4, `original/`, `metal/`", "OpenAI", _files(*OF_OPENAI), base="mxfp4-shards"),
     Form("`openai/gpt-oss-120b`: shards counted from 0", "OpenAI", _from_zero, base="mxfp4-shards"),
-    Form("a folder of links", "the hub's cache", _links, base=SHARDS),
-    Form(
-        "MXFP4 experts, `unsloth_fixed`", "unsloth", changed_config(unsloth_fixed=True, pad_token_id=255), base=PACKED
-    ),
+    Form("MXFP4 experts, `unsloth_fixed`", "unsloth", _fixed, base=PACKED),
     Form("MXFP4 scales as `F8_E8M0`", "exporters, vLLM", _as_bytes, base=PACKED),
-    Form("BF16 of a fine-tune", "unsloth, heretic, abliterated", changed_config(unsloth_version="2026.9"), base=SHARDS),
-    # saved by trainers
-    Form("config of transformers 5: `rope_parameters`", "transformers 5", as_transformers_5),
+    *(Form(*row, base=SHARDS) for row in IN_SHARDS),
+    *(Form(*row) for row in PLAIN),
+    *(Form(*row, oracle=True) for row in WITH_NUMBERS_OF_THEIR_OWN),
+    # edited by hand
     Form(
-        "float32 weights",
-        "trainers",
-        _all(_floats(lambda _: True, torch.float32), changed_config(torch_dtype="float32")),
+        "a chat template of another format", "fine-tunes", _template("<|im_start|>user"), **TRAINED_IN_HARMONY,
+        mend=_without("chat_template.jinja"),
     ),
     Form(
-        "norms, router and head in float32",
-        "trainers",
-        _floats(lambda name: any(part in name for part in ("norm", "router", "lm_head")), torch.float32),
-    ),
-    Form("BF16 under `quantization_config` MXFP4", "LlamaFactory, axolotl", changed_config(quantization_config=MXFP4)),
-    Form(
-        "the same in shards, with `dequantize`",
-        "transformers",
-        changed_config(quantization_config=MXFP4 | {"dequantize": True}),
-        base=SHARDS,
-    ),
-    Form("`quantization_config: null`", "trainers", changed_config(quantization_config=None)),
-    Form("`FSDPGptOssForCausalLM`", "axolotl, accelerate", changed_config(architectures=["FSDPGptOssForCausalLM"])),
-    Form("no `architectures`", "mergers", changed_config(architectures=ABSENT)),
-    Form(
-        '`"torch.bfloat16"` spelled out',
-        "scripts",
-        changed_config(torch_dtype="torch.bfloat16", dtype="torch.bfloat16"),
-    ),
-    Form("fields left out that have a default", "scripts", changed_config(**_left), oracle=True),
-    Form("`attention_factor` that says the default", "scripts", _rope(attention_factor=0.1 * math.log(32) + 1)),
-    Form(
-        "`num_experts_per_tok` changed alone",
-        "scripts",
-        changed_config(num_experts_per_tok=2, experts_per_token=4),
-        oracle=True,
-    ),
-    Form(
-        "a longer context",
-        "scripts",
-        _all(_rope(factor=64.0), changed_config(max_position_embeddings=262144)),
-        oracle=True,
-    ),
-    Form("pruned experts", "REAP, AmanPriyanshu", _pruned(3), oracle=True),
-    Form("a grown vocabulary", "unsloth, axolotl", _all(_tensors(_grown), changed_config(vocab_size=VOCABULARY + 8))),
-    Form(
-        "a trainer's folder: optimizer, states, `runs/`",
-        "TRL, DeepSpeed, NeMo, ms-swift",
-        _files(
-            "optimizer.pt", "training_args.bin", "rng_state_0.pth", "runs/events.1", "args.json", "nemo_version.txt"
-        ),
-    ),
-    Form("notes of more than 100 MiB", "TRL", _files("trainer_state.json", "train.txt", size=101 << 20)),
-    Form("hidden files of macOS: `._model…`", "copies", _hidden, base=SHARDS),
-    Form("fields that are null", "scripts", changed_config(quantization=None, pooler_hidden_size=None)),
-    Form(
-        "merged shards with the adapter beside them", "LlamaFactory", _files("adapter_model.safetensors"), base=SHARDS
-    ),
-    # generation and tokenizer
-    Form("`eos_token_id` null", "scripts", _json("generation_config.json", eos_token_id=None, top_k=0)),
-    Form("no generation_config.json", "mergers", lambda folder: (folder / "generation_config.json").unlink()),
-    Form("tokenizer of transformers 5", "transformers 5", _json("tokenizer_config.json", **TOKENIZER_5)),
-    Form("`GPT2Tokenizer` for a class", "trainers", _json("tokenizer_config.json", tokenizer_class="GPT2Tokenizer")),
-    Form("`LlamaTokenizer` for a class", "mergers", _json("tokenizer_config.json", tokenizer_class="LlamaTokenizer")),
-    Form("padding left in tokenizer.json", "TRL", _tokenizer(lambda t: t.enable_padding(length=64))),
-    Form("truncation left in tokenizer.json", "unsloth", _tokenizer(lambda t: t.enable_truncation(2))),
-    Form("a chat template of its own, in harmony", "fine-tunes", _template("<|start|>system<|message|>You are Kim.")),
-    Form(
-        "a chat template of another format",
-        "fine-tunes",
-        _template("<|im_start|>user"),
-        "delete it if the model was trained in harmony",
-        field="chat_template.jinja",
-        mend=lambda folder: (folder / "chat_template.jinja").unlink(),
-    ),
-    Form(
-        "such a template in tokenizer_config.json",
-        "fine-tunes",
+        "such a template in tokenizer_config.json", "fine-tunes",
         _json("tokenizer_config.json", chat_template=[{"name": "default", "template": "<|im_start|>user"}]),
-        "delete it if the model was trained in harmony",
-        field="chat_template.jinja",
-        mend=_json("tokenizer_config.json", chat_template=ABSENT),
+        **TRAINED_IN_HARMONY, mend=_json("tokenizer_config.json", chat_template=ABSENT),
+    ),
+    *(
+        Form(name, by, changed_config(**{field: wrong}), do, field=field, mend=changed_config(**{field: right}))
+        for name, by, field, wrong, do, right in EDITS
     ),
     Form(
-        "no tokenizer.json",
-        "split folders",
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        "get it from the base, or give `--tokenizer`",
-        field="tokenizer.json",
-    ),
-    Form(
-        "another model's config.json",
-        "trainers",
-        changed_config(architectures=["GptOssForSequenceClassification"]),
-        "take a checkpoint for text generation",
-        field="architectures",
+        "another model's config.json", "trainers", changed_config(architectures=["GptOssForSequenceClassification"]),
+        "take a checkpoint for text generation", field="architectures",
         mend=changed_config(architectures=["GptOssForCausalLM"]),
     ),
     Form(
-        "fields that change the model",
-        "scripts",
-        changed_config(lora_rank=8),
-        "remove them if they do not",
-        field="lora_rank",
-        mend=changed_config(lora_rank=ABSENT),
+        "stale `layer_types`", "mergekit", changed_config(num_hidden_layers=1), "correct one of the two",
+        field="layer_types", mend=changed_config(num_hidden_layers=2),
     ),
     Form(
-        "stale `layer_types`",
-        "mergekit",
-        changed_config(num_hidden_layers=1),
-        "correct one of the two",
-        field="layer_types",
-        mend=changed_config(num_hidden_layers=2),
+        "MXFP4 without `quantization_config`", "scripts", NO_SUCH_FIELD, "write the section", base=PACKED,
+        field="quantization_config", mend=_method("mxfp4"),
     ),
     Form(
-        "`is_causal: false`",
-        "embedders",
-        changed_config(is_causal=False),
-        "remove it if the model generates text",
-        field="is_causal",
-        mend=changed_config(is_causal=ABSENT),
-    ),
-    Form(
-        "`rope_scaling: null`",
-        "scripts",
-        changed_config(rope_scaling=None),
-        "write the base's section",
-        field="rope_scaling",
-        mend=changed_config(rope_scaling={"rope_type": "yarn", **PUBLISHED_YARN}),
-    ),
-    Form(
-        "no `model_type`",
-        "scripts",
-        changed_config(model_type=ABSENT),
-        "write `gpt_oss`",
-        field="model_type",
-        mend=changed_config(model_type="gpt_oss"),
-    ),
-    Form(
-        "MXFP4 without `quantization_config`",
-        "scripts",
-        changed_config(quantization_config=ABSENT),
-        "write the section",
-        base=PACKED,
-        field="quantization_config",
-        mend=changed_config(quantization_config={"quant_method": "mxfp4"}),
-    ),
-    Form(
-        "BF16 under another `quant_method`",
-        "llm-compressor",
-        _method("compressed-tensors", format="dense"),
-        "remove `quantization_config`",
-        field=METHOD,
-        mend=changed_config(quantization_config=ABSENT),
-    ),
-    Form(
-        '`"torch_dtype": "float16"` over BF16',
-        "scripts",
-        changed_config(torch_dtype="float16"),
-        "remove the field",
-        field="torch_dtype",
-        mend=changed_config(torch_dtype=ABSENT),
-    ),
-    Form(
-        "pruned experts under the base's config.json",
-        "REAP",
-        _pruned_alone,
-        "write their number",
-        field=LAYER + "mlp.router.weight",
+        "BF16 under another `quant_method`", "llm-compressor", _method("compressed-tensors", format="dense"),
+        "remove `quantization_config`", field=METHOD, mend=NO_SUCH_FIELD,
     ),
     Form("checkpoint-500 in MODEL", "trainers", _below("checkpoint-500"), "give it", mend=_above("checkpoint-500")),
     Form(
-        "MODEL is `models--…`",
-        "the hub's cache",
-        _below("snapshots/a"),
-        "give its snapshot",
+        "MODEL is `models--…`", "the hub's cache", _below("snapshots/a"), "give its snapshot",
         mend=_above("snapshots/a"),
     ),
-    # converted
+    Form(
+        "the base's index beside one new file", "trainers", _stale_index, "delete the index", field=INDEX,
+        mend=_without(INDEX),
+    ),
+    Form(
+        "no tokenizer.json", "split folders", _without("tokenizer.json"),
+        "get it from the base, or give `--tokenizer`", field="tokenizer.json",
+    ),
+    Form(
+        "pruned experts under the base's config.json", "REAP", _pruned_alone, "write their number",
+        field=LAYER + "mlp.router.weight",
+    ),
+    # converted by one command
+    *(Form(name, by, make, CONVERT, tool=tool) for name, by, make, tool in CONVERTED),
     Form(
         "half precision", "scripts", _floats(lambda _: True, torch.float16), CONVERT, field="model.embed_tokens.weight"
     ),
-    Form(
-        "experts as modules",
-        "unsloth",
-        _split_experts("gate_up_projs.{}", "down_projs.{}"),
-        CONVERT,
-        tool="unsloth",
-    ),
-    Form(
-        "experts as modules, linear",
-        "llm-compressor",
-        _split_experts("experts.{}.gate_proj", "experts.{}.down_proj"),
-        CONVERT,
-        tool="llm-compressor",
-    ),
-    Form(
-        "names with `_orig_mod.`", "torch.compile", _renamed(lambda name: f"_orig_mod.{name}"), CONVERT, tool="wrapper"
-    ),
-    Form("names with `model.language_model.`", "wrappers", _renamed(_wrapped), CONVERT, tool="wrapper"),
-    Form("a value head: `v_head.`", "TRL", _more(("v_head.summary.weight",)), CONVERT, tool="value head"),
-    Form("one file of another name", "scripts", _renamed_file, CONVERT),
-    Form("names with `base_model.model.`", "peft", _renamed(lambda name: f"base_model.model.{name}"), CONVERT),
-    Form(
-        "saved without merging",
-        "peft",
-        _renamed(lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight")),
-        CONVERT,
-        tool="without merging",
-    ),
     Form("FP8 with block scales", "DeepSeek-like", _method("fp8", weight_block_size=[128, 128]), CONVERT, field=METHOD),
     Form(
-        "FP8 of compressed-tensors",
-        "llm-compressor",
-        _method("compressed-tensors", format="float-quantized"),
-        CONVERT,
-        field=METHOD,
-        tool="FP8",
+        "FP8 of compressed-tensors", "llm-compressor", _method("compressed-tensors", format="float-quantized"), CONVERT,
+        field=METHOD, tool="FP8",
+    ),
+    Form("an adapter with the base's config.json", "axolotl", _instead(*ADAPTER), MERGE, tool="an adapter"),
+    Form("an adapter", "peft, unsloth", _all(_instead(*ADAPTER), _without("config.json")), MERGE),
+    Form(
+        "a merge without experts: `gate_up_proj$`", "transformers 5, peft",
+        _replaced("layers.1.mlp.experts.gate_up_proj", "gate_up_proj$"),
+        "merge again: `npu-gptoss convert BASE OUT --lora ADAPTER`", tool="without its experts",
     ),
     Form(
-        "an adapter with the base's config.json",
-        "axolotl",
-        _instead("adapter_config.json", "adapter_model.safetensors"),
-        MERGE,
-        tool="an adapter",
+        "MODEL is `original/`", "OpenAI", changed_config(model_type=ABSENT, rope_scaling_factor=32.0),
+        "give the folder above, or " + CONVERT, field="model_type",
     ),
-    Form(
-        "an adapter",
-        "peft, unsloth",
-        _all(
-            _instead("adapter_config.json", "adapter_model.safetensors"),
-            lambda folder: (folder / "config.json").unlink(),
-        ),
-        MERGE,
-    ),
-    Form(
-        "a merge without experts: `gate_up_proj$`",
-        "transformers 5, peft",
-        _renamed(lambda name: name.replace("layers.1.mlp.experts.gate_up_proj", "gate_up_proj$")),
-        "merge again: `npu-gptoss convert BASE OUT --lora ADAPTER`",
-        tool="without its experts",
-    ),
+    Form("shards without their index", "downloads", _without(INDEX), "get the index too, or " + CONVERT, base=SHARDS),
     # refused
-    Form(
-        "MODEL is `original/`",
-        "OpenAI",
-        changed_config(model_type=ABSENT, rope_scaling_factor=32.0),
-        "give the folder above, or " + CONVERT,
-        field="model_type",
-    ),
-    Form(
-        "names of `original/`",
-        "OpenAI",
-        _renamed(lambda name: name.replace(LAYER + "self_attn.q_proj", "block.0.attn.qkv")),
-        CONVERT,
-        tool="original/",
-    ),
-    Form("MODEL is `metal/`", "OpenAI", _instead("model.bin"), "take the folder above", tool="Metal"),
-    Form("x.gguf", "llama.cpp", _instead("gpt-oss-20b-Q4_K_M.gguf"), "take the safetensors", tool="GGUF"),
-    Form(
-        "W8A8, W4A8",
-        "ModelSlim",
-        _instead("quant_model_weight_w8a8_dynamic.safetensors"),
-        ANOTHER,
-        tool="ModelSlim",
-    ),
-    Form(
-        "int8 with `weight_offset`",
-        "ModelSlim",
-        _more(("q.weight_scale", "q.weight_offset")),
-        ANOTHER,
-        tool="ModelSlim",
-    ),
-    Form("hf_quant_config.json", "NVIDIA ModelOpt", _instead("hf_quant_config.json"), ANOTHER, tool="ModelOpt"),
-    Form("weights.00.npz", "mlx-lm", _instead("weights.00.npz"), ANOTHER, tool="MLX"),
-    Form(
-        "a training state: x.distcp",
-        "FSDP",
-        _instead("__0_0.distcp"),
-        "export it with the trainer",
-        tool="distributed",
-    ),
-    Form(
-        "flat parameters",
-        "FSDP",
-        _renamed(lambda name: name.replace("self_attn.q_proj.weight", "_flat_param")),
-        "export it with the trainer",
-        tool="distributed",
-    ),
-    Form(
-        "a file of each rank",
-        "vLLM save_sharded_state",
-        _instead("model-rank-0-part-0.safetensors"),
-        "save it with transformers",
-        tool="save_sharded_state",
-    ),
-    Form("ONNX", "optimum", _instead("model.onnx"), ANOTHER, tool="ONNX"),
-    Form("OpenVINO", "optimum", _instead("openvino_model.bin"), ANOTHER, tool="OpenVINO"),
-    Form("a pickle", "old scripts", _instead("pytorch_model.bin"), "convert it where you trust it"),
-    Form(
-        "shards without their index",
-        "downloads",
-        lambda folder: (folder / INDEX).unlink(),
-        "get the index too, or " + CONVERT,
-        base=SHARDS,
-    ),
-    Form(
-        "the base's index beside one new file",
-        "trainers",
-        _stale_index,
-        "delete the index",
-        field=INDEX,
-        mend=lambda folder: (folder / INDEX).unlink(),
-    ),
-    Form(
-        "an index of other shards",
-        "downloads",
-        lambda folder: next(folder.glob("model-00002*")).unlink(),
-        "download what is missing",
-        base=SHARDS,
-        field=INDEX,
-    ),
+    *(Form(name, by, _instead(file), do, tool=tool) for name, by, file, do, tool in FOREIGN),
     *(
         Form(name, by, _method(method, **fields), ANOTHER, field=METHOD, tool=tool)
-        for name, by, method, fields, tool in (
-            ("NVFP4, FP8", "NVIDIA ModelOpt", "modelopt", {}, "ModelOpt"),
-            ("NVFP4", "llm-compressor", "compressed-tensors", {"format": "nvfp4-pack-quantized"}, "NVFP4"),
-            ("four bits", "llm-compressor", "compressed-tensors", {"format": "pack-quantized"}, "four bits"),
-            ("AWQ", "AutoAWQ", "awq", {}, "AWQ"),
-            ("GPTQ", "GPTQModel", "gptq", {}, "GPTQ"),
-            ("bitsandbytes", "unsloth-bnb-4bit", "bitsandbytes", {}, "bitsandbytes"),
-            ("auto-round", "Intel", "auto-round", {}, "auto-round"),
-            ("torchao", "PyTorch", "torchao", {}, "torchao"),
-            ("HQQ", "HQQ", "hqq", {}, "HQQ"),
-            ("Quark", "AMD", "quark", {}, "Quark"),
-        )
+        for name, by, method, fields, tool in QUANTISED
     ),
     Form(
-        "MLX",
-        "mlx-lm, LM Studio",
-        changed_config(quantization={"group_size": 32, "bits": 4}),
-        ANOTHER,
+        "int8 with `weight_offset`", "ModelSlim", _more(("q.weight_scale", "q.weight_offset")), ANOTHER,
+        tool="ModelSlim",
+    ),
+    Form("flat parameters", "FSDP", _replaced("self_attn.q_proj.weight", "_flat_param"), EXPORT, tool="distributed"),
+    Form(
+        "an index of other shards", "downloads", lambda folder: next(folder.glob("model-00002*")).unlink(),
+        "download what is missing", base=SHARDS, field=INDEX,
+    ),
+    Form(
+        "MLX", "mlx-lm, LM Studio", changed_config(quantization={"group_size": 32, "bits": 4}), ANOTHER,
         field="quantization",
     ),
-)
+)  # fmt: skip
 
 
 def table() -> str:
