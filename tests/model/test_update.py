@@ -130,14 +130,6 @@ def test_an_update_renews_the_shortlist_of_lm_head() -> None:
     assert torch.equal(served.shortlist.bounds, expected.bounds)
 
 
-def test_a_gate_in_the_place_of_its_up_is_noticed() -> None:
-    served, new = model_of(PLAIN, random_tensors(PLAIN), FLOATS), trained(PLAIN)
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    swapped = new[name].unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    replaced(served, PLAIN, FLOATS, new | {name: swapped})
-    assert not same(served, model_of(PLAIN, new, FLOATS))
-
-
 @pytest.mark.parametrize("lost", [LAST, "model.layers.0.self_attn.k_proj.bias", "lm_head.weight"])
 def test_an_update_without_one_of_its_tensors_is_refused_by_name(lost: str) -> None:
     new = trained(PACKED)

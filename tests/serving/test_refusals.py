@@ -63,18 +63,3 @@ def test_refused_options_are_options_of_vllm() -> None:
     known = {option for action in parser._actions for option in action.option_strings}
     asked = {refusal.option for _, refusal in limits.checks(configuration(), "cpu")}
     assert {option for option in asked if option.startswith("--")} - known == set()
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        Refusal("enable eplb", None, "experts do not move", "leave it out"),
-        Refusal("--enable-eplb", None, "no", "leave it out"),
-        Refusal("--enable-eplb", None, "experts do not move", "it can be left out"),
-        Refusal("--enable-eplb", None, "Experts do not move. They stay", "leave it out"),
-        Refusal("--enable-eplb", None, "nobody moves experts", "leave it out"),
-        Refusal("--enable-eplb", None, "experts do not move " * 30, "leave it out"),
-    ],
-)
-def test_a_refusal_of_another_form_is_found(refusal: Refusal) -> None:
-    assert wrong_form(refusal)
