@@ -158,6 +158,13 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return (Path(base) if base else (Path(home) if home else Path.home()) / ".cache") / "npu_gptoss"
 
 
+def check_place(path: Path) -> None:
+    """Raises InputError if `path` cannot be written. Asked before hours of work; creates nothing."""
+    folder = next((place for place in path.absolute().parents if place.exists()), path)
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{path} cannot be written: name a file in a folder of yours")
+
+
 def write_atomically(path: Path, content: bytes) -> Path:
     """Writes beside the target and renames, so readers see the whole file or none. Creates the directory.
 

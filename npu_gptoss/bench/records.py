@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +63,7 @@ KINDS = {
     ),
 }
 ABSENT = {"layout": "tp1"}  # the meaning of a field that another engine's or an early row lacks
+HEAD = {"engine": str, "machine": dict, "versions": dict, "date": str, "records": list}
 WHOLE = ("batch", "context", "prompt_tokens")
 
 
@@ -108,10 +108,9 @@ def read(path: Path) -> Document:
     what = content.get("what") if isinstance(content, dict) else content
     if what not in tuple(KINDS):  # what may be anything
         raise InputError(f"{path}: expected an object with records of {', '.join(KINDS)}, got {what!r:.60}")
-    if missing := [name for name in ("engine", "machine", "versions", "date") if name not in content]:
-        raise InputError(f"{path}: {', '.join(missing)} missing, so its numbers cannot be placed: measure it again")
-    if not isinstance(content.get("records"), list):
-        raise InputError(f"{path}: expected a list of `records`, as our own files have")
+    if missing := [name for name, form in HEAD.items() if not isinstance(content.get(name), form)]:
+        said = f"{', '.join(missing)} missing or of another type"
+        raise InputError(f"{path}: {said}, so its numbers cannot be placed: measure it again")
     for number, row in enumerate(content["records"]):
         if mistake := _mistake(KINDS[what], row):
             raise InputError(f"{path}: record {number}: {mistake}")
@@ -119,15 +118,18 @@ def read(path: Path) -> Document:
 
 
 def _mistake(kind: Kind, row: Any) -> str:
-    """The first of a row's keys or its time that is missing or no text, whole number or time; "" for a right row."""
+    """The first of a row's keys, its time or its range that is missing or no text or number; "" for a right row."""
     if not isinstance(row, dict):
         return f"expected an object, got {row!r:.60}"
-    for name in (*kind.keys, kind.time):
+    spread = [name for name in (kind.low, kind.high, kind.count, "spread") if row.get(name) is not None]
+    for name in (*kind.keys, kind.time, *spread):
         value = row.get(name, ABSENT.get(name))
         wanted, right = "a text", isinstance(value, str) and value
         if name == kind.time:
             wanted = "a finite number above 0"
-            right = type(value) in (int, float) and math.isfinite(value) and value > 0
+            right = _is_number(value) and value > 0
+        elif name in spread:
+            wanted, right = "a finite number", _is_number(value)
         elif name in WHOLE:
             wanted, right = "a whole number from 1", type(value) is int and value >= 1
         if not right:
@@ -135,11 +137,8 @@ def _mistake(kind: Kind, row: Any) -> str:
     return ""
 
 
-def check_place(path: Path) -> None:
-    """Raises InputError if `path` cannot be written. Asked before hours of measuring; creates nothing."""
-    folder = next(place for place in path.absolute().parents if place.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{path} cannot be written: name a file in a folder of yours")
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def key_of(what: str, row: Record) -> tuple[Any, ...]:

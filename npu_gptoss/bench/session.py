@@ -24,6 +24,7 @@ from npu_gptoss.engine.device import limit_threads, resolve_device
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0, only_rank_0_speaks
 from npu_gptoss.engine.options import NUMBER
 from npu_gptoss.errors import InputError
+from npu_gptoss.files import check_place
 from npu_gptoss.kernels.dumping import tensors
 from npu_gptoss.model import assembly
 from npu_gptoss.model.config import CONFIG_NAME
@@ -232,7 +233,7 @@ def check_output(args: argparse.Namespace) -> None:
     if not 0 <= args.gpu_price < math.inf:
         raise InputError(f"--gpu-price must be a number from 0, got {args.gpu_price:g}")
     if getattr(args, "json", None) is not None:
-        records.check_place(args.json)
+        check_place(args.json)
 
 
 def expert_format(engine: Engine) -> str:

@@ -35,7 +35,7 @@ def page(documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     found: dict[tuple[str, str], list[Record]] = {}
     for document in documents:
         versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-        head = f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}"
+        head = f"{document['engine']} on {document['machine'].get('device')}, {document['date'][:10]}, {versions}"
         if price := document.get("dollars_per_gpu_hour"):
             head += f"; a GPU hour at ${price:.2f}"
         found.setdefault((f"{head}: {document['what']}", document["what"]), []).extend(document["records"])

@@ -20,7 +20,7 @@ from npu_gptoss.bench.measure import measure
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.engine.device import kernels_for
 from npu_gptoss.errors import InputError
-from npu_gptoss.files import write_atomically
+from npu_gptoss.files import check_place, write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import reasons_against
@@ -170,6 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_place(args.out)
     names = [site.name for site in SITES]
     for wanted in args.only or ():
         if not any(name.startswith(wanted) for name in names):

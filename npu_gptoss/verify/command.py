@@ -19,7 +19,7 @@ import torch
 
 from npu_gptoss.engine.device import AUTO, kernels_for, one_thread, resolve_device
 from npu_gptoss.errors import InputError
-from npu_gptoss.files import write_atomically
+from npu_gptoss.files import check_place, write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
 from npu_gptoss.verify import compiled, replay, runner
@@ -46,10 +46,14 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--cases must be 0 or more, got {args.cases}")
     if args.jobs < 1:
         raise InputError(f"--jobs must be 1 or more, got {args.jobs}")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise InputError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
-    if args.compile and (args.mutate or args.device not in (AUTO, "cpu")):
-        raise InputError("verify --compile takes no --mutate, since it mutates sources itself, and no --device but cpu")
+    if args.replay is not None and (args.filter or args.mutate or args.compile or args.json):
+        raise InputError("verify --replay computes one call: leave out FILTER, --mutate, --compile and --json")
+    if args.json is not None:
+        check_place(args.json)
+    if args.compile and (args.mutate or args.jobs > 1 or args.device not in (AUTO, "cpu")):
+        raise InputError(
+            "verify --compile mutates sources itself, in one process on the CPU: leave out --mutate, --jobs, --device"
+        )
     load_kernels()
     device = resolve_device("cpu" if args.compile else args.device)
     if args.replay is not None:

@@ -170,6 +170,7 @@ def test_file_against_itself_is_within_noise_and_a_slower_row_fails(tmp_path, ca
         ("[]", "expected an object with records"),
         ('{"what": "speed"}', "records of decode, prefill"),
         ('{"what": "decode", "engine": "x", "records": []}', "machine, versions, date missing"),
+        ('{"what": "decode", "engine": "x", "machine": "x", "versions": {}, "date": "x"}', "machine, records missing"),
     ],
 )
 def test_file_without_records_is_refused(text, message, tmp_path, capsys):

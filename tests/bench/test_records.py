@@ -55,6 +55,7 @@ def test_file_says_which_kernels_were_chosen_by_hand(monkeypatch):
         ({**ROW, "tpot_ms": float("nan")}, "tpot_ms must be a finite number above 0, got nan"),
         ({**ROW, "tpot_ms": 0.0}, "tpot_ms must be a finite number above 0, got 0.0"),
         ({**ROW, "tpot_ms": "0.1"}, "tpot_ms must be a finite number above 0, got '0.1'"),
+        ({**ROW, "tpot_p10_ms": "1.4"}, "tpot_p10_ms must be a finite number, got '1.4'"),
         ({**ROW, "batch": True}, "batch must be a whole number from 1, got True"),
         ({**ROW, "model": ""}, "model must be a text, got ''"),
         ("fast", "expected an object, got 'fast'"),

@@ -16,6 +16,7 @@ from npu_gptoss.kernels.platform import SUPPORTED
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import reasons_against
 from npu_gptoss.kernels.tiles import shipped, tile
+from tests.moe.cases import tiles_of
 
 CPU = torch.device("cpu")
 START = {"rows": 64, "stages": 4}
@@ -82,20 +83,13 @@ def test_the_sizes_that_are_measured_read_the_tile_of_the_name() -> None:
     from npu_gptoss.attention.triton.launch_decode import decode_config
     from npu_gptoss.dense.triton import launch_hopper
     from npu_gptoss.kernels.tiles import trial
-    from npu_gptoss.moe.triton import tuned
 
     def reads(site: tune.Site, batch: int) -> list[object]:
         if site.name.startswith("dense."):
             return [launch_hopper._ring(site.name.split(".")[1], batch)]
         if site.name.startswith("attention.decode."):
             return [decode_config(torch.bfloat16, "window" in site.name, batch)]
-        if site.kernel.endswith("gluon_one"):
-            return [tuned.one_gluon_tiles()]
-        if site.kernel.endswith("gluon_few"):
-            return [tuned.few_gluon_tiles(batch)]
-        if site.kernel.endswith("gluon_many"):
-            return [tuned.gluon_tiles(batch * 4, 32)]
-        return list(tuned.tiles("mxfp4", site.name.split(".")[2], batch))
+        return list(tiles_of(site.kernel, "mxfp4", batch, batch * 4, 32))
 
     for site in (site for site in SITES if not site.name.startswith("attention.prefill")):
         field = next(iter(site.choices))
@@ -115,3 +109,5 @@ def test_without_a_gpu_it_ends_with_a_sentence_and_writes_nothing(
     assert main(["tune", "--out", str(out), "--only", "dense", "no.such"]) == 2
     assert "--only no.such" in capsys.readouterr().err
     assert not out.exists()
+    assert main(["tune", "--out", str(tmp_path)]) == 2, "before a tile is measured"
+    assert "cannot be written" in capsys.readouterr().err

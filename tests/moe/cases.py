@@ -11,6 +11,7 @@ from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.moe import AnyExperts, ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.adapters import ExpertAdapters, ExpertPair
+from npu_gptoss.moe.triton import tuned
 from npu_gptoss.verify.cases import local_share, random_experts
 from tests.tolerances import assert_close
 
@@ -25,9 +26,22 @@ __all__ = [
     "close",
     "local_share",
     "make_layer",
+    "tiles_of",
 ]
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
+
+
+def tiles_of(kernel: str, weight_format: str, tokens: int, pairs: int, experts: int) -> tuple[object, ...]:
+    """The tiles of one call of an experts' kernel for CUDA. pairs: of tokens and experts."""
+    path = kernel.rpartition(".")[2]
+    if path == "gluon_one":
+        return (tuned.one_gluon_tiles(),)
+    if path == "gluon_few":
+        return (tuned.few_gluon_tiles(tokens),)
+    if path == "gluon_many":
+        return (tuned.gluon_tiles(pairs, experts),)
+    return tuned.tiles(weight_format, "many" if path == "triton_many" else "few", tokens)
 
 
 @dataclass

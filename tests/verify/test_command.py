@@ -85,8 +85,11 @@ def test_several_processes_give_the_results_of_one(tmp_path: Path) -> None:
         (["attenton"], "'attenton' names no kernel"),
         (["rope", "--cases", "-1"], "--cases must be 0 or more, got -1"),
         (["rope", "--jobs", "0"], "--jobs must be 1 or more, got 0"),
-        (["rope", "--json", "no/such/folder/x.json"], "there is no folder"),
+        (["rope", "--json", "/"], "/ cannot be written: name a file"),
         (["rope", "--device", "tpu"], "there is no device 'tpu'"),
+        (["rope", "--replay", "x.pt"], "--replay computes one call: leave out FILTER"),
+        (["--replay", "x.pt", "--json", "x.json"], "leave out FILTER, --mutate, --compile and --json"),
+        (["--compile", "--jobs", "2"], "leave out --mutate, --jobs, --device"),
         (["attention.paged.ascend"], "runs on ascend; this is cpu"),
     ],
 )

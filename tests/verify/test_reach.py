@@ -1,7 +1,6 @@
 """No program for NVIDIA GPUs, and no tile of the tables, is out of the reach of verify's calls.
 
-Each program is a registered kernel; one that no call fits would be called right without having run. Which tile of its
-table a call takes is asked of the code that launches it: no GPU needed.
+Each program is a registered kernel; one that no call fits would be called right without having run. No GPU needed.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 from operator import itemgetter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +20,10 @@ from npu_gptoss.kernels import load_kernels, signature
 from npu_gptoss.kernels.platform import SUPPORTED
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import reasons_against
-from npu_gptoss.moe import triton as moe_triton
-from npu_gptoss.moe.triton import launches, tuned
+from npu_gptoss.moe.triton import tuned
 from npu_gptoss.verify.calls import Call, CallSpec, Check, specs_of
 from npu_gptoss.verify.checks import CHECKS
+from tests.moe.cases import tiles_of
 
 GPT_OSS = 2880
 load_kernels()
@@ -73,47 +71,21 @@ def test_each_mutation_shows_in_the_calls_of_each_program(name: str) -> None:
         assert not made & unseen.keys(), f"{name} ({spec}): no call shows {sorted(made & unseen.keys())}"
 
 
-@pytest.fixture
-def tiles_of_experts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The tiles that each call of an experts' kernel chooses; nothing is computed."""
-    chosen: list[object] = []
-    only_last = SimpleNamespace(shares_of=lambda *arguments: chosen.append(arguments[-1]))
-    for program in ("one_hopper", "few_hopper"):
-        monkeypatch.setattr(moe_triton, program, only_last, raising=False)
-    right = launches.tiles
-
-    def tiles(weight_format: str, path: str, tokens: int) -> tuple[tuned.Tiles, tuned.Tiles]:
-        both = right(weight_format, path, tokens)
-        chosen.append((weight_format, both))
-        return both
-
-    monkeypatch.setattr(launches, "tiles", tiles)
-    monkeypatch.setattr(launches, "_products_in_gluon", lambda *arguments: chosen.append(arguments[-1]))
-    monkeypatch.setattr(launches, "sorted_slots", lambda ids, *_: (ids, ids))
-    for computing in ("launch", "_combined"):
-        monkeypatch.setattr(launches, computing, lambda *_, **__: None)
-    return chosen
-
-
-def test_each_tile_of_the_experts_sees_gpt_oss_sizes_of_both_products(tiles_of_experts: list[object]) -> None:
+def test_each_tile_of_the_experts_sees_gpt_oss_sizes_of_both_products() -> None:
     """So its loop over the inputs runs as often as in a server, in gate_up and in down."""
-    reached: set[tuple[object, int, int]] = set()
+    by_hidden: set[object] = set()
+    by_inner: set[object] = set()
     for name in (name for name in FOR_CUDA if name.startswith("moe.experts.")):
-        kernel = registry.kernels[name]
-        for _, call in calls_of(name):
-            arguments = {each: value for each, value in call.inputs.items() if each != "logits"}
-            weights = arguments["weights"]
-            if GPT_OSS not in (weights.hidden_size, weights.intermediate_size):
-                continue
-            prepared = kernel.prepare(weights, arguments["swiglu_limit"])
-            kernel.function(**{**arguments, "weights": prepared})
-            reached.add((tiles_of_experts.pop(), weights.hidden_size, weights.intermediate_size))
-            assert not tiles_of_experts, "one program a call"
+        for spec, call in calls_of(name):
+            form, weights, ids = spec.roles["weight"], call.inputs["weights"], call.inputs["topk_ids"]
+            read = form, tiles_of(name, form, len(ids), ids.numel(), weights.num_experts)
+            by_hidden |= {read} if weights.hidden_size == GPT_OSS else set()
+            by_inner |= {read} if weights.intermediate_size == GPT_OSS else set()
     in_triton = {(form, tuned.tiles(form, *point)) for form, points in tuned.POINTS.items() for point in points}
     in_gluon = {*map(tuned.few_gluon_tiles, tuned.FEW), *(tuned.gluon_tiles(pairs, 1) for pairs in tuned.GLUON)}
-    tiles = {tuned.one_gluon_tiles(), *in_gluon, *in_triton}
-    assert {tile for tile, hidden, _ in reached if hidden == GPT_OSS} >= tiles
-    assert {tile for tile, _, inner in reached if inner == GPT_OSS} >= tiles
+    wanted = in_triton | {("mxfp4", (tile,)) for tile in (tuned.one_gluon_tiles(), *in_gluon)}
+    assert by_hidden >= wanted
+    assert by_inner >= wanted
 
 
 def test_each_ring_of_the_projections_goes_round() -> None:
