@@ -11,12 +11,11 @@ import sys
 from npu_gptoss.doctor import checks
 from npu_gptoss.doctor.findings import FAILED, WARNING, Words, exit_code, guarded
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.doctor.quick import QUICK
 
 
 def main(here: Machine | None = None) -> int:
     here = here or Machine()
-    findings = [finding for check, function in QUICK.items() for finding in guarded(check, function, here)]
+    findings = [finding for check, function in checks.QUICK.items() for finding in guarded(check, function, here)]
     if any(finding.state in (WARNING, FAILED) for finding in findings):
         report = Words(checks.GROUPS, brief=True, write=functools.partial(print, file=sys.stderr))
         for finding in findings:

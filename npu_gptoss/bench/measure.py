@@ -94,12 +94,18 @@ def measure(
 def measure_ceilings(device: torch.device) -> tuple[float, float]:
     """bytes/s of a large copy (read plus written) and operations/s of a large bfloat16 product, both measured."""
     elements, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 22, 256)
-    source = torch.empty(elements, dtype=torch.int32, device=device).random_()
-    # not as a graph: a recorded copy of this size goes through a slower engine
-    copy = measure([functools.partial(torch.empty_like(source).copy_, source)], device, samples=10, graph=False)
+    copied = copy_bandwidth(torch.empty(elements, dtype=torch.int32, device=device).random_())
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = measure([functools.partial(torch.matmul, left, right)], device, samples=10)
-    return 2 * source.numel() * source.element_size() / copy.median_s, 2 * size**3 / product.median_s
+    return copied, 2 * size**3 / product.median_s
+
+
+def copy_bandwidth(source: torch.Tensor) -> float:
+    """bytes/s, read plus written, of a copy of a large tensor within its device's memory."""
+    # not as a graph: a recorded copy of this size goes through a slower engine
+    call = functools.partial(torch.empty_like(source).copy_, source)
+    copy = measure([call], source.device, samples=10, graph=False)
+    return 2 * source.nbytes / copy.median_s
 
 
 def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None] | None:

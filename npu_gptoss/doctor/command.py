@@ -17,7 +17,6 @@ from npu_gptoss import __version__
 from npu_gptoss.doctor import checks, exposure, memory, plugins, probe, record, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, Words, as_json, exit_code, guarded
 from npu_gptoss.doctor.machine import GIB, Device, Machine
-from npu_gptoss.doctor.quick import QUICK
 from npu_gptoss.model.device_memory import AUTO, VARIABLE, buffsize
 from npu_gptoss.nominal import MEMORY
 
@@ -63,7 +62,7 @@ def diagnose(here: Machine, args: argparse.Namespace) -> Iterator[Finding]:
         in_flight = memory.IN_FLIGHT if here.release.window_groups else None
         return memory.memory(model, args.max_model_len, ranks, *where, here.environ.get(VARIABLE) or AUTO, in_flight)
 
-    functions = {name: partial(check, here) for name, check in QUICK.items()} | {
+    functions = {name: partial(check, here) for name, check in checks.QUICK.items()} | {
         "machine": partial(stack.machine, here),
         "plugin-order": partial(plugins.order, here),
         "registration": partial(plugins.registration, here),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from npu_gptoss import cann
-from npu_gptoss.serving.releases import RELEASES, Release, find_vllm, package_folder, release_of, release_of_cann
+from npu_gptoss.serving import releases
+from npu_gptoss.serving.releases import RELEASES, Release
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
@@ -21,19 +21,6 @@ EMULATED_VARIABLE = "ASCEND_EMULATOR"
 GIB = 1 << 30
 
 
-def installed_version(name: str) -> str | None:
-    """Of a distribution; None when it is not installed or has no version."""
-    try:
-        return importlib.metadata.version(name) or None
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def installed_entry_points(group: str) -> list[EntryPoint]:
-    """In the order in which vLLM gets them."""
-    return list(importlib.metadata.entry_points(group=group))
-
-
 @dataclass(frozen=True)
 class Machine:
     """root: of the file system. version, entry_points: look up installed packages. package: the folder of one."""
@@ -41,9 +28,9 @@ class Machine:
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     python: tuple[int, int, int] = sys.version_info[:3]
-    version: Callable[[str], str | None] = installed_version
-    package: Callable[[str], Path | None] = package_folder
-    entry_points: Callable[[str], Sequence[EntryPoint]] = installed_entry_points
+    version: Callable[[str], str | None] = releases.installed
+    package: Callable[[str], Path | None] = releases.package_folder
+    entry_points: Callable[[str], Sequence[EntryPoint]] = lambda group: entry_points(group=group)
 
     @property
     def emulated(self) -> bool:
@@ -51,11 +38,11 @@ class Machine:
 
     @property
     def vllm(self) -> str | None:
-        return find_vllm(self.version)
+        return releases.find_vllm(self.version)
 
     @property
     def vllm_ascend(self) -> str | None:
-        return self.version("vllm-ascend") or self.version("vllm_ascend")
+        return self.version("vllm-ascend")
 
     @property
     def release(self) -> Release:
@@ -64,8 +51,8 @@ class Machine:
         device = DEVICE_TYPES[self.platform()[0]]
         fitting = [row for row in RELEASES if device in row.devices]
         place, _ = cann.find_toolkit(self.environ, self.root)
-        of_cann = release_of_cann(cann.series(cann.toolkit_version(place))) if place else None
-        return next((line for line in (release_of(self.vllm), of_cann) if line in fitting), fitting[0])
+        of_cann = releases.release_of_cann(cann.series(cann.toolkit_version(place))) if place else None
+        return next((line for line in (releases.release_of(self.vllm), of_cann) if line in fitting), fitting[0])
 
     def device_files(self, pattern: str) -> list[Path]:
         return sorted((self.root / "dev").glob(pattern))
@@ -87,7 +74,7 @@ class Machine:
         if devices := self.device_files("davinci[0-9]*"):
             return ASCEND, f"/dev/{devices[0].name} is there"
         for package in ("vllm-ascend", "torch-npu"):
-            if self.version(package) or self.version(package.replace("-", "_")):
+            if self.version(package):
                 return ASCEND, f"{package} is installed"
         if devices := self.device_files("nvidia[0-9]*"):
             return CUDA, f"/dev/{devices[0].name} is there"

@@ -6,18 +6,18 @@ And the speed of the device's memory: a decode step reads the weights of its exp
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
+from npu_gptoss.bench.measure import copy_bandwidth
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.nominal import memory_bandwidth
 from npu_gptoss.verify.cases import WINDOW
 from npu_gptoss.verify.compare import Result
-from npu_gptoss.verify.depth import Depth, Rank, is_slow, whole
+from npu_gptoss.verify.rank import Rank, is_slow, whole
 from npu_gptoss.verify.self_test.all import SELF_TESTS, not_here
 from npu_gptoss.verify.self_test.attention import HEAD_DIM
 
@@ -50,12 +50,11 @@ def self_test(check: str, device: torch.device) -> Iterator[Finding]:
         yield not_applicable(f"{reason[0].upper()}{reason[1:]}.")
         return
     title, remedy, repeats = CASES[check]
-    rank = whole(device, repeats)
     # on a CPU and on the emulated 910B the long attention calls take too long for ten seconds
-    depth = Depth.START if name == "attention" and is_slow(device) else Depth.SECONDS
+    rank = replace(whole(device, repeats), short=name == "attention" and is_slow(device))
     try:
         with torch.inference_mode():  # as a server: torch_npu has other kernels for some operators otherwise
-            found = list(SELF_TESTS[name](rank, depth))
+            found = list(SELF_TESTS[name](rank))
             more = list(_more(name, rank))
     except Exception as error:  # an operator's refusal, a driver's error
         yield failed(f"{title} cannot be computed on {device}: {type(error).__name__}: {one_line(error)}", remedy)
@@ -87,7 +86,7 @@ def _sentences(wrong: list[Result]) -> tuple[str, ...]:
 def _more(name: str, rank: Rank) -> Iterator[Finding]:
     """Findings that only warn: norms narrower than gpt-oss's, and graphs of attention."""
     if name == "dense":
-        if narrow := [result for result in SELF_TESTS["narrow-norm"](rank, Depth.SECONDS) if result.wrong]:
+        if narrow := [result for result in SELF_TESTS["narrow-norm"](rank) if result.wrong]:
             yield warning(
                 "Norms up to 2000 wide are wrong on this card; gpt-oss's are 2880 wide, a tiny checkpoint's are not.",
                 "Serve no tiny checkpoint on this CANN; CANN 9.0.0 has it repaired.",
@@ -108,34 +107,14 @@ def _more(name: str, rank: Rank) -> Iterator[Finding]:
 # --- the bandwidth of the memory
 
 LOW = 0.5  # of nominal: below, something is wrong. A copy reaches 0.8 to 0.9 where nothing is.
-SECONDS = 0.5
-
-
-def measure(device: torch.device, free: int) -> float:
-    """GB/s that a copy within the device's memory moves, read and written, the best of several rounds."""
-    size = (256 << 20) if device.type == "cpu" else GIB
-    size = max(1 << 20, min(size, free // 8))
-    source = torch.ones(size // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device.type).synchronize
-    copies = 1 if device.type == "cpu" else 10
-    target.copy_(source)
-    wait()
-    best, end = float("inf"), time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        for _ in range(copies):
-            target.copy_(source)
-        wait()
-        best = min(best, (time.perf_counter() - start) / copies)
-    return 2 * source.numel() * source.element_size() / best / 1e9
 
 
 def bandwidth(device: torch.device, seen: Device) -> Finding:
     if seen.emulated:
         return not_applicable("The emulated device's memory is this host's: its speed says nothing of a 910B.")
-    speed, known = measure(device, seen.free), memory_bandwidth(seen.name)
-    return judged(speed, known, seen)
+    size = min((256 << 20) if device.type == "cpu" else GIB, seen.free // 8)
+    speed = copy_bandwidth(torch.ones(max(1 << 20, size) // 4, device=device)) / 1e9
+    return judged(speed, memory_bandwidth(seen.name), seen)
 
 
 def judged(speed: float, known: int | None, seen: Device) -> Finding:

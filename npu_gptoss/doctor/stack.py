@@ -74,7 +74,7 @@ def torch(here: Machine) -> Finding:
 @on_ascend("torch-npu")
 def torch_npu(here: Machine) -> Finding:
     row = here.release
-    release = here.version("torch-npu") or here.version("torch_npu")
+    release = here.version("torch-npu")
     remedy = f"`pip install torch-npu=={row.torch_npu.recommended}`."
     if release is None:
         return failed("torch-npu is not installed, so torch knows no NPU.", remedy)

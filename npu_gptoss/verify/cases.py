@@ -94,10 +94,10 @@ class Step:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**fields, "scale": self.query.shape[2] ** -0.5, "sliding_window": sliding_window}
 
-    def attend(self, sliding_window: int | None = None, kernel: str | None = None, **changes: Any) -> torch.Tensor:
+    def attend(self, sliding_window: int | None, kernel: str | None = None) -> torch.Tensor:
         """[tokens + padding, heads, head_dim] in a buffer that held NaN, so that unwritten rows show."""
         out = torch.full_like(self.query, float("nan"))
-        return paged_attention(**{**self.inputs(sliding_window), **changes}, out=out, kernel=kernel)
+        return paged_attention(**self.inputs(sliding_window), out=out, kernel=kernel)
 
     def written(self, device: torch.device, kernel: str | None = None) -> Step:
         """On the device, the keys and values of the step's own rows not copied but written by `write_kv_cache`."""
@@ -322,6 +322,11 @@ def chosen(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> di
     marks = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device).scatter_(1, inside, 1)
     found = torch.where(inside == ids, logits.float().gather(1, inside), float("nan"))
     return {"weights": weights, "logits": found, "distinct": marks.sum(-1)}
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits of floats, on the CPU: they distinguish -0 from 0."""
+    return values.cpu().view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
 
 
 # --- the rest of a layer

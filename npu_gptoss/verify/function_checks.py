@@ -17,7 +17,7 @@ from npu_gptoss.model.config import YarnScaling, published_config
 from npu_gptoss.model.rope import cos_sin_cache, yarn_inv_freq
 from npu_gptoss.moe import mxfp4
 from npu_gptoss.verify.calls import Call, CallSpec, Check
-from npu_gptoss.verify.cases import Inputs
+from npu_gptoss.verify.cases import Inputs, bits
 from npu_gptoss.verify.compare import Outputs
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -41,14 +41,9 @@ def expand_calls(spec: CallSpec) -> Iterator[Call]:
         yield Call(name, {"blocks": blocks, "scales": scales, "dtype": dtype})
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits, which distinguish -0 from 0."""
-    return values.cpu().view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
-
-
 def run_expand(inputs: Inputs, kernel: str | None) -> Outputs:
     values = mxfp4.expand(**inputs)
-    outputs = {"values": values.float(), "bits": _bits(values)}
+    outputs = {"values": values.float(), "bits": bits(values)}
     if inputs["blocks"].dim() == 4:
         outputs["transposed"] = mxfp4.expand_transposed(**inputs).mT.contiguous().float()
     return outputs
@@ -60,7 +55,7 @@ def define_expand(inputs: Inputs) -> Outputs:
     magnitude = torch.tensor(MAGNITUDES, dtype=torch.float64)[codes & 7]
     signed = torch.copysign(magnitude, torch.where(codes >= 8, -1.0, 1.0).double())
     values = torch.ldexp(signed, inputs["scales"].to(torch.float64)[..., None] - 127).flatten(-2).to(inputs["dtype"])
-    outputs = {"values": values.float(), "bits": _bits(values)}
+    outputs = {"values": values.float(), "bits": bits(values)}
     if inputs["blocks"].dim() == 4:
         outputs["transposed"] = values.float()
     return outputs

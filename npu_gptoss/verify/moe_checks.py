@@ -11,7 +11,7 @@ from npu_gptoss.moe import expert_mlp, mxfp4, operations, packed, prepare_expert
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import OWN, Call, CallSpec, Check
-from npu_gptoss.verify.cases import Inputs, chosen, expert_inputs
+from npu_gptoss.verify.cases import Inputs, bits, chosen, expert_inputs
 from npu_gptoss.verify.compare import Outputs
 
 GPT_OSS = 2880  # its hidden and its intermediate size: as many steps in a kernel's loop as in a server
@@ -136,15 +136,10 @@ def packed_calls(spec: CallSpec) -> Iterator[Call]:
         yield drawn(name, shape, slots, draw.random() < 0.5, draw.choice((0, 100)))
 
 
-def _ring_bits(out: torch.Tensor) -> Outputs:
-    """The bits, which distinguish -0 from 0."""
-    return {"bits": out.cpu().view(torch.int16)}
-
-
 def run_expand(inputs: Inputs, kernel: str | None) -> Outputs:
     weights = packed.pack(inputs["blocks"], inputs["scales"], halves=inputs["halves"])
     packed.expand(weights, inputs["experts"], inputs["out"], kernel=kernel)
-    return _ring_bits(inputs["out"])
+    return {"bits": bits(inputs["out"])}
 
 
 def define_expand(inputs: Inputs) -> Outputs:
@@ -156,7 +151,7 @@ def define_expand(inputs: Inputs) -> Outputs:
     for slot, expert in enumerate(inputs["experts"].tolist()):
         if expert >= 0:
             out[slot] = whole[expert]
-    return _ring_bits(out)
+    return {"bits": bits(out)}
 
 
 _ROUTE_PRECISIONS = {"weights": OWN, "logits": "exact", "distinct": "exact"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def read(path: Path) -> Dumped:
     operation = next((each for each in CHECKS if name.startswith(f"{each}.")), "")
     if not operation:
         raise InputError(f"--replay {path}: there is no check of the kernel {name}")
-    return Dumped(operation, name, release, PUBLIC.get(operation, dict)(_decoded(kept)))
+    return Dumped(operation, name, release, public(operation, _decoded(kept)))
 
 
 def _decoded(value: Any) -> Any:
@@ -99,38 +99,26 @@ def _because(result: Result) -> str:
 # --- from a kernel's arguments to those of the public operation
 
 
-def _without_out(arguments: dict[str, Any]) -> Inputs:
-    return {name: value for name, value in arguments.items() if name != "out"}
-
-
-def _token(arguments: dict[str, Any]) -> Inputs:
-    return {name: value for name, value in arguments.items() if name != "shortlist"}
-
-
-def _write_kv(arguments: dict[str, Any]) -> Inputs:
-    rest = {name: value for name, value in arguments.items() if name not in ("slot_mapping", "query")}
-    return {**rest, "metadata": one_key_each(arguments["slot_mapping"])}
-
-
-def _experts(arguments: dict[str, Any]) -> Inputs:
-    return {**arguments, "weights": official(arguments["weights"])}
-
-
-def _expand(arguments: dict[str, Any]) -> Inputs:
-    blocks, scales = packed.blocks_of(arguments["packed"])
-    return {"blocks": blocks, "scales": scales, "halves": False, **{n: arguments[n] for n in ("experts", "out")}}
-
-
-PUBLIC: dict[str, Callable[[dict[str, Any]], Inputs]] = {
-    "attention.paged": _without_out,
-    "attention.write_kv": _write_kv,
-    "moe.experts": _experts,
-    "moe.expand": _expand,
-    "dense.rotate_write": _write_kv,
-    "dense.logits": _without_out,
-    "dense.greedy": _without_out,
-    "dense.token": _token,
+# arguments of a kernel that the public operation makes itself
+MADE = {
+    **dict.fromkeys(("attention.paged", "dense.logits", "dense.greedy"), ("out",)),
+    "attention.write_kv": ("slot_mapping",),
+    "dense.rotate_write": ("slot_mapping", "query"),
+    "dense.token": ("shortlist",),
 }
+
+
+def public(operation: str, arguments: dict[str, Any]) -> Inputs:
+    """The arguments of the public operation, from those of its kernel."""
+    inputs = {name: value for name, value in arguments.items() if name not in MADE.get(operation, ())}
+    if "slot_mapping" in arguments:
+        inputs["metadata"] = one_key_each(arguments["slot_mapping"])
+    if operation == "moe.experts":
+        inputs["weights"] = official(inputs["weights"])
+    if operation == "moe.expand":
+        blocks, scales = packed.blocks_of(inputs.pop("packed"))
+        inputs |= {"blocks": blocks, "scales": scales, "halves": False}
+    return inputs
 
 
 def official(weights: Any) -> AnyExperts:

@@ -1,7 +1,7 @@
 """Runs the checks: kernels and functions against the definition, and the self-tests of a card.
 
-A server's start and the doctor call self-tests directly (`self_test`), at the depths START and SECONDS. `npu-gptoss
-verify` calls everything: all edge shapes and random calls of each kernel, and the self-tests at the depth ALL.
+A server's start and the doctor call self-tests directly (`self_test`), the former the short ones. `npu-gptoss verify`
+calls everything: all edge shapes and random calls of each kernel, and the self-tests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from npu_gptoss.kernels import ANY, KernelSpec, Priority, current_platform, load
 from npu_gptoss.kernels.dumping import changed
 from npu_gptoss.kernels.registry import BUILT_IN, registry
 from npu_gptoss.kernels.selection import reasons_against
-from npu_gptoss.verify import depth
 from npu_gptoss.verify.calls import Call, CallSpec, Check, not_made, specs_of
 from npu_gptoss.verify.cases import on
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.compare import FAILED, KNOWN, PASSED, UNEXPECTED, Outputs, Result, checked
 from npu_gptoss.verify.known_failures import KNOWN_FAILURES, KnownFailure
+from npu_gptoss.verify.rank import whole
 from npu_gptoss.verify.self_test.all import HARMLESS, SELF_TESTS, not_here
 
 SELF_TEST = "self-test."  # before the names of self-tests
@@ -130,7 +130,7 @@ def verify(
     """All calls of one target. mutate: also checks that each known mistake would have been found by them."""
     report, check = Report(target), target.check
     if target.self_test:
-        found = SELF_TESTS[target.self_test](depth.whole(device, REPEATS), depth.Depth.ALL)
+        found = SELF_TESTS[target.self_test](whole(device, REPEATS))
         report.calls += [_named(result) for result in found]
         if target.self_test in HARMLESS:
             report.notes += [line for result in report.calls for line in result.lines]

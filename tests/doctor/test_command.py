@@ -15,10 +15,9 @@ import pytest
 from npu_gptoss.doctor import command, memory, plugins, probe
 from npu_gptoss.doctor.cann import COMMON_DEVICE_FILES
 from npu_gptoss.doctor.checkpoint import checkpoint
-from npu_gptoss.doctor.checks import CHECKS
+from npu_gptoss.doctor.checks import CHECKS, QUICK
 from npu_gptoss.doctor.findings import guarded, ok
 from npu_gptoss.doctor.machine import GIB, Device
-from npu_gptoss.doctor.quick import QUICK
 from npu_gptoss.tiny.checkpoint import tiny_config, write_tiny
 from tests.doctor.machines import ascend, machine, write
 from tests.doctor.test_cann import install_driver, install_nnal, install_toolkit

@@ -7,6 +7,7 @@ docs/doctor.md has the same table.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,9 @@ from ascend_emulator.launch import Machine as Emulated
 from emulator.tests.machine import venv
 from npu_gptoss import plugin
 from npu_gptoss.doctor import memory
+from npu_gptoss.doctor.checks import QUICK
 from npu_gptoss.doctor.findings import guarded
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.doctor.quick import QUICK
 from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.releases import ASCEND_RELEASES, own_version, seams
 from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, ascend, write
@@ -41,18 +42,12 @@ def installed(release: str, package: str) -> Path:
 
 def build(release: str, place: Path, edits: Edits) -> Path:
     """A vllm-ascend of links to the wheel's files, and of changed ones."""
-    source, target = installed(release, "vllm_ascend"), place / "vllm_ascend"
-    opened = {Path()} | {parent for name in edits for parent in Path(name).parents}
-    for folder in sorted(opened):
-        (target / folder).mkdir(parents=True)
-        for entry in (source / folder).iterdir():
-            name = folder / entry.name
-            if str(name) in edits:
-                old, new = edits[str(name)]
-                assert old in entry.read_text(), f"{name} has no {old}"
-                write(target / name, entry.read_text().replace(old, new))
-            elif name not in opened:
-                (target / name).symlink_to(entry)
+    target = shutil.copytree(installed(release, "vllm_ascend"), place / "vllm_ascend", copy_function=os.symlink)
+    for name, (old, new) in edits.items():
+        text = (target / name).read_text()
+        assert old in text, f"{name} has no {old}"
+        (target / name).unlink()
+        write(target / name, text.replace(old, new))
     return target
 
 

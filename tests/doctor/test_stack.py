@@ -18,7 +18,7 @@ from tests.doctor.test_cann import install_toolkit
 
 def test_files_and_packages_decide_the_platform(tmp_path):
     assert machine(tmp_path).platform()[0] == "cpu"
-    assert machine(tmp_path, {"vllm_ascend": "0.11.0"}).platform() == ("ascend", "vllm-ascend is installed")
+    assert machine(tmp_path, {"vllm-ascend": "0.11.0"}).platform() == ("ascend", "vllm-ascend is installed")
     write(tmp_path / "dev/nvidia0")
     assert machine(tmp_path, {}).platform() == ("cuda", "/dev/nvidia0 is there")
     write(tmp_path / "dev/davinci3")

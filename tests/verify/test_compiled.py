@@ -59,7 +59,7 @@ def test_steps_fail_on_kernels_broken_on_purpose() -> None:
     options = ["-q", "-p", "no:cacheprovider", "--noconftest"]
     done = run("python", "-m", "pytest", *options, "tests/verify/on_compiler")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 8
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 6
     assert "skipped" not in done.stdout
 
 

@@ -26,7 +26,7 @@ from npu_gptoss.nominal import kind_of
 from npu_gptoss.serving.releases.ascend import mc2_rows
 from npu_gptoss.serving.releases.vllm import expert_share
 from npu_gptoss.verify.compare import Result
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test import attention as attention_calls
 from npu_gptoss.verify.self_test import dense, experts, record
 from npu_gptoss.verify.self_test.attention import BLOCK, HEAD_DIM
@@ -46,11 +46,11 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
     cache = torch.empty(1, BLOCK, kv_heads, HEAD_DIM, device="meta", dtype=dtype)
     if not _is_of_cann(select_kernel(PAGED, *paged_call(1, query, cache, query, None))):
         return
-    rank = Rank(device, dtype, REPEATS, heads=heads, kv_heads=kv_heads)
-    wrong = _wrong(attention_calls.results(rank, Depth.START))
+    rank = Rank(device, dtype, REPEATS, heads=heads, kv_heads=kv_heads, short=True)
+    wrong = _wrong(attention_calls.results(rank))
     if wrong and all(result.merged_heads for result in wrong):
         ascend.keep_heads_apart()
-        if not (still := _wrong(attention_calls.results(rank, Depth.START))):
+        if not (still := _wrong(attention_calls.results(rank))):
             logger.warning(
                 "CANN's attention merges heads wrongly above 512 keys here (%s). Decode calls carry one more "
                 "request of two rows, which keeps heads apart: correct but slower. A newer CANN may have it repaired.",
@@ -64,8 +64,8 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
 @functools.cache
 def rotation(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises InputError for wrong RoPE or a wrong cache write by our kernel, which the card's compiler has built."""
-    rank = Rank(device, dtype, REPEATS, heads=heads, kv_heads=kv_heads)
-    _refuse("RoPE and the cache write compute", _wrong(dense.rotation(rank, Depth.START)), ROTATE_WRITE.name)
+    rank = Rank(device, dtype, REPEATS, heads=heads, kv_heads=kv_heads, short=True)
+    _refuse("RoPE and the cache write compute", _wrong(dense.rotation(rank)), ROTATE_WRITE.name)
 
 
 def _wrong(found: Iterable[Result]) -> list[Result]:
@@ -118,6 +118,7 @@ def _rank(config: VllmConfig, device: torch.device) -> Rank:
         experts_here,
         model.get_num_attention_heads(parallel),
         model.get_num_kv_heads(parallel),
+        short=True,
     )
 
 
@@ -125,7 +126,7 @@ def _rank(config: VllmConfig, device: torch.device) -> Rank:
 def routed(rank: Rank) -> None:
     """Raises InputError for wrong routing or experts if CANN's operators compute them."""
     if _is_of_cann(select_kernel(ROUTE, *route_call(rank.dtype))):
-        _refuse("routing computes", _wrong(experts.routing(rank, Depth.START)), ROUTE.name)
+        _refuse("routing computes", _wrong(experts.routing(rank)), ROUTE.name)
     call = experts_call(
         FEW_ROWS + 1,
         dtype=rank.dtype,
@@ -136,13 +137,13 @@ def routed(rank: Rank) -> None:
         expert_parallel=rank.is_part,
     )
     if _is_of_cann(select_kernel(EXPERTS, *call)):
-        _refuse("experts compute", _wrong(experts.results(rank, Depth.START)), EXPERTS.name)
+        _refuse("experts compute", _wrong(experts.results(rank)), EXPERTS.name)
 
 
 @functools.cache
 def around(rank: Rank) -> None:
     """Raises InputError for wrong projections or norms, which have no other kernel."""
-    _refuse("projections or norms compute", _wrong(dense.results(rank, Depth.START)))
+    _refuse("projections or norms compute", _wrong(dense.results(rank)))
 
 
 def tell_what_was_seen(device: torch.device) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from npu_gptoss.verify.compare import Result
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test import alone, attention, dense, experts
 from npu_gptoss.verify.self_test.classic import CLASSIC
 
-SELF_TESTS: dict[str, Callable[[Rank, Depth], Iterator[Result]]] = {
+SELF_TESTS: dict[str, Callable[[Rank], Iterator[Result]]] = {
     **CLASSIC,
     "attention": attention.results,
     "moe": experts.results,

@@ -19,8 +19,8 @@ from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.moe import expert_mlp, prepare_experts, route
 from npu_gptoss.moe.expert_format import FRACTAL_NZ, VARIABLE
 from npu_gptoss.verify.cases import TOP_K
-from npu_gptoss.verify.compare import FAILED, Outputs, Result, rows_checked
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.compare import FAILED, Outputs, Result, by_rows, checked
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.experts import CASES, Layer, results_of
 
 CAST = "npu_format_cast, where torch-npu allows no internal format"
@@ -29,7 +29,7 @@ ROWS_CAPTURED, REPLAYS = 16, 50
 SUSPECT = "work on a second stream that a capture loses, or inputs that change before the previous replay has read them"
 
 
-def formats(rank: Rank, depth: Depth) -> Iterator[Result]:
+def formats(rank: Rank) -> Iterator[Result]:
     yield from experts(rank)
     yield from linear(rank)
 
@@ -37,7 +37,7 @@ def formats(rank: Rank, depth: Depth) -> Iterator[Result]:
 def experts(rank: Rank) -> Iterator[Result]:
     """The short cases of experts with their weights in FRACTAL_NZ. The variable stays set."""
     os.environ[VARIABLE] = "nz"
-    cases = [case for case in CASES if case.depth == Depth.START and not case.of_part]
+    cases = [case for case in CASES if not case.later and not case.of_part]
     try:
         for result in results_of(cases, replace(rank, repeats=2)):
             yield replace(result, call=f"{result.call}, in FRACTAL_NZ", suspect="aclnnGroupedMatmulWeightNz")
@@ -65,10 +65,10 @@ def linear(rank: Rank) -> Iterator[Result]:
             weights = {"ND": plain, "NZ": cast, "ND again": plain}
             return {name: torch.nn.functional.linear(x.to(rank.device), w).cpu() for name, w in weights.items()}
 
-        yield rows_checked(f"linear of {rows} rows in ND, FRACTAL_NZ and ND", run, want, suspect=CACHE)[0]
+        yield checked(f"linear of {rows} rows in ND, FRACTAL_NZ and ND", run, by_rows(want), suspect=CACHE)[0]
 
 
-def graph(rank: Rank, depth: Depth) -> Iterator[Result]:
+def graph(rank: Rank) -> Iterator[Result]:
     """All results are compared after one wait. The last replay has the inputs of the first."""
     layer = Layer.random(rank)
     prepared = prepare_experts(layer.weights())
@@ -92,7 +92,7 @@ def graph(rank: Rank, depth: Depth) -> Iterator[Result]:
         return {"out": torch.cat(kept).cpu()}
 
     call = f"experts in a graph, {REPLAYS} replays"
-    result, got = rows_checked(call, run, want, suspect=SUSPECT)
+    result, got = checked(call, run, by_rows(want), suspect=SUSPECT)
     if not result.wrong and not torch.equal(got["out"][-ROWS_CAPTURED:], got["out"][:ROWS_CAPTURED]):
         result = result.failed("the inputs of the first replay gave other bits in the last")
     yield result

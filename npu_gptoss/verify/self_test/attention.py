@@ -17,7 +17,7 @@ import torch
 
 from npu_gptoss.verify.cases import WINDOW, Shape, Step, make_step
 from npu_gptoss.verify.compare import Result, checked, compare
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.tolerances import ATTENTION_ROWS, EXACT
 
 BLOCK, HEAD_DIM = 128, 64
@@ -31,8 +31,8 @@ FULL_AND_WINDOW = (None, WINDOW)
 @dataclass(frozen=True)
 class Case:
     """One step. rows, lengths: query rows and keys of each request. windows: one call each. padding: rows of `out`
-    after the last request. suspect: the defect that it shows, with its release. one_group: the heads of one key head
-    are enough, because the definition on the host takes most of the time."""
+    after the last request. suspect: the defect that it shows, with its release. later: not at a server's start.
+    one_group: the heads of one key head are enough, because the definition on the host takes most of the time."""
 
     name: str
     rows: tuple[int, ...]
@@ -40,7 +40,7 @@ class Case:
     windows: tuple[int | None, ...]
     suspect: str
     padding: int = 0
-    depth: Depth = Depth.START
+    later: bool = False
     one_group: bool = False
 
 
@@ -57,7 +57,6 @@ EDGES = (1, 2, 64, 127, 128, 129, 512, 513, 639, 1030)
 MASK = "the mask of a chunk whose first tile is hidden, or rows that are merged in a mixed batch"
 CUMULATIVE = "lengths that are taken for cumulative ones (ops-transformer f2ed1423d, CANN 9.1)"
 TAIL = "rows behind the last request are written over"
-LATER = Depth.SECONDS
 CASES = (
     Case("decode over tiles", (1,) * 4, (400, 513, 1100, 2000), (None,), MERGED),
     Case("one long request", (1,), (4097,), (None,), SPLIT),
@@ -66,10 +65,10 @@ CASES = (
     Case(
         *("prompts, chunks and decodes together", (1, 700, 1, 37, 1, 513), (1100, 1600, 3, 37, 513, 640)),
         *(FULL_AND_WINDOW, MASK),
-        depth=LATER,
+        later=True,
     ),
-    Case("many equal lengths", (1,) * 48, (600,) * 48, (None,), CUMULATIVE, depth=LATER),
-    Case("rows behind the last request", (1, 1, 1), (5, 7, 9), FULL_AND_WINDOW, TAIL, padding=5, depth=LATER),
+    Case("many equal lengths", (1,) * 48, (600,) * 48, (None,), CUMULATIVE, later=True),
+    Case("rows behind the last request", (1, 1, 1), (5, 7, 9), FULL_AND_WINDOW, TAIL, padding=5, later=True),
 )
 
 
@@ -83,10 +82,10 @@ def make_case(case: Case, heads: int, kv_heads: int, dtype: torch.dtype) -> Step
     return step.to("cpu", dtype)
 
 
-def results(rank: Rank, depth: Depth) -> Iterator[Result]:
-    """The calls of this depth, with the heads of this rank."""
+def results(rank: Rank) -> Iterator[Result]:
+    """The calls with the heads of this rank."""
     for case in CASES:
-        if case.depth <= depth:
+        if not (case.later and rank.short):
             yield from results_of(case, rank)
 
 

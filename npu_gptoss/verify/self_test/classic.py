@@ -18,8 +18,8 @@ from npu_gptoss.moe import expert_mlp, prepare_experts, route
 from npu_gptoss.moe.operations import EXPERTS
 from npu_gptoss.verify.cases import WINDOW, Inputs, Shape, expert_inputs, make_step, on, plant
 from npu_gptoss.verify.checks import CHECKS
-from npu_gptoss.verify.compare import FAILED, Outputs, Result, compare, rows_checked
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.compare import FAILED, Outputs, Result, by_rows, checked, compare
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.attention import SHAPE, UNUSED
 from npu_gptoss.verify.tolerances import ROWS
 
@@ -64,7 +64,7 @@ def experts(name: str, rank: Rank) -> Iterator[Made]:
     yield inputs, run
 
 
-def results(name: str, rank: Rank, depth: Depth) -> Iterator[Result]:
+def results(name: str, rank: Rank) -> Iterator[Result]:
     """The calls of one of STEPS or LAYERS, up to the first wrong one."""
     paged = name in STEPS
     check = CHECKS[PAGED.name if paged else EXPERTS.name]
@@ -72,7 +72,7 @@ def results(name: str, rank: Rank, depth: Depth) -> Iterator[Result]:
         with platform_override("cpu"):
             want = check.definition(inputs)
         call = f"{name}, call {number + 1}"
-        result, got = rows_checked(call, lambda run=run: {"out": run().cpu()}, want, repeats=rank.repeats)
+        result, got = checked(call, lambda run=run: {"out": run().cpu()}, by_rows(want), repeats=rank.repeats)
         if result.state == FAILED and got:
             with platform_override("cpu"):
                 mistake = explained(check.name, inputs, got)

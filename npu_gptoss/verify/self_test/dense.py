@@ -16,8 +16,8 @@ from npu_gptoss import dense
 from npu_gptoss.dense.operations import ROTATE_WRITE
 from npu_gptoss.kernels import current_platform, platform_override
 from npu_gptoss.verify.cases import DenseInputs, Inputs, Sizes, on, poison, widened
-from npu_gptoss.verify.compare import Outputs, Result, rows_checked
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.compare import Outputs, Result, by_rows, checked
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.attention import HEAD_DIM
 
 EPSILON = 1e-5
@@ -25,19 +25,21 @@ WIDTH = 2880  # of gpt-oss's norms
 FEW_ROWS = "torch's linear with fewer than 64 rows, or with an Inf (ops-nn e3f831f65 and 678cacee2, betas of CANN 9.1)"
 NORM = "npu_rms_norm or npu_add_rms_norm"
 NARROW_ROWS, NARROW_WIDTH = (300,), 1024  # up to 2000 wide CANN 8.3 and 8.5 merge rows, and do not wait
-NORM_ROWS = {Depth.START: (1, 40), Depth.SECONDS: (1, 40, 41, 257)}  # around the number of vector cores
+FIRST_ROWS = (1, 40)  # of norms: around the number of vector cores
+NORM_ROWS = (*FIRST_ROWS, 41, 257)
 
 
 @dataclass(frozen=True)
 class Case:
-    """x [rows, inputs] times [outputs, inputs] transposed, plus a bias. infinite: a row that holds one Inf."""
+    """x [rows, inputs] times [outputs, inputs] transposed, plus a bias. infinite: a row that holds one Inf. later: not
+    at a server's start."""
 
     rows: int
     infinite: int | None = None
-    depth: Depth = Depth.START
+    later: bool = False
 
 
-CASES = (Case(1), Case(16), Case(63, infinite=5), Case(64, None, Depth.SECONDS), Case(257, 64, Depth.SECONDS))
+CASES = (Case(1), Case(16), Case(63, infinite=5), Case(64, later=True), Case(257, 64, later=True))
 
 
 def norm_suspect(width: int) -> str:
@@ -53,30 +55,29 @@ def shapes(rank: Rank) -> dict[str, tuple[int, int]]:
     }
 
 
-def results(rank: Rank, depth: Depth) -> Iterator[Result]:
+def results(rank: Rank) -> Iterator[Result]:
     """Projections, and norms in the width of the rank; beyond the start in gpt-oss's width."""
-    yield from projections([case for case in CASES if case.depth <= depth], rank)
-    rows = NORM_ROWS[min(depth, Depth.SECONDS)]
-    yield from norms(rows, rank.hidden if depth == Depth.START else WIDTH, rank)
+    yield from projections([case for case in CASES if not (case.later and rank.short)], rank)
+    yield from norms(FIRST_ROWS, rank.hidden, rank) if rank.short else norms(NORM_ROWS, WIDTH, rank)
 
 
-def narrow(rank: Rank, depth: Depth) -> Iterator[Result]:
+def narrow(rank: Rank) -> Iterator[Result]:
     """Norms narrower than gpt-oss's, as tiny checkpoints have them."""
     yield from norms(NARROW_ROWS, NARROW_WIDTH, rank)
 
 
-def rotation(rank: Rank, depth: Depth) -> Iterator[Result]:
+def rotation(rank: Rank) -> Iterator[Result]:
     """RoPE and the cache write as one launch, with slots of -1, which are not written."""
     dtype = str(rank.dtype).removeprefix("torch.")
     sizes = Sizes(heads=rank.heads, kv_heads=rank.kv_heads, head_dim=HEAD_DIM)
-    for rows in NORM_ROWS[min(depth, Depth.SECONDS)]:
+    for rows in FIRST_ROWS:
         made = DenseInputs(torch.Generator().manual_seed(rows), {"qkv": dtype, "kv": dtype}, rows, sizes).rotate_write()
         with platform_override("cpu"):
             want = _rotated(widened(made), f"{ROTATE_WRITE.name}.reference")
         there = on(made, rank.device)
         call = f"RoPE and the cache write of {rows} rows"
         run = functools.partial(_rotated, there)
-        yield rows_checked(call, run, want, repeats=rank.repeats, suspect="Triton-Ascend's compiler")[0]
+        yield checked(call, run, by_rows(want), repeats=rank.repeats, suspect="Triton-Ascend's compiler")[0]
 
 
 def _rotated(inputs: Inputs, kernel: str | None = None) -> Outputs:
@@ -102,7 +103,7 @@ def projections(cases: Iterable[Case], rank: Rank) -> Iterator[Result]:
             if case.infinite is not None:
                 want[case.infinite] = 0
             call = f"{name} [{case.rows}, {inputs}] to {outputs}{' with an Inf' * (case.infinite is not None)}"
-            yield rows_checked(call, run, {"out": want}, repeats=rank.repeats, suspect=FEW_ROWS)[0]
+            yield checked(call, run, by_rows({"out": want}), repeats=rank.repeats, suspect=FEW_ROWS)[0]
 
 
 def norms(rows: Iterable[int], width: int, rank: Rank) -> Iterator[Result]:
@@ -122,7 +123,7 @@ def norms(rows: Iterable[int], width: int, rank: Rank) -> Iterator[Result]:
             run = functools.partial(_add_norm, *arguments)
             call = f"{name} [{count}, {width}]"
             both, suspect = {"residual": whole, "normed": want}, norm_suspect(width)
-            yield rows_checked(call, run, both, repeats=rank.repeats, suspect=suspect)[0]
+            yield checked(call, run, by_rows(both), repeats=rank.repeats, suspect=suspect)[0]
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, infinite: int | None) -> Outputs:

@@ -20,8 +20,8 @@ from npu_gptoss.moe import ExpertWeights, PreparedExperts, expert_mlp, prepare_e
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
 from npu_gptoss.verify.cases import TOP_K, chosen, expert_map, poison
-from npu_gptoss.verify.compare import Outputs, Result, Verdict, checked, compare, rows_checked
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.compare import Outputs, Result, Verdict, by_rows, checked, compare
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.tolerances import EXACT, GATE_ROWS
 
 Choice = Callable[[int, Rank, torch.Generator], torch.Tensor]  # tokens -> ids [tokens, k]
@@ -58,7 +58,7 @@ elsewhere = among(lambda expert, rank: not rank.held[0] <= expert < rank.held[1]
 class Case:
     """tokens: of each call. calls: how many with other choices, without a wait between them. hidden, inner: instead of
     the rank's own sizes, where these do not matter. bias: its standard deviation. of_part: for a rank that holds a part
-    of the experts. suspect: the defect that it shows, with its release."""
+    of the experts. suspect: the defect that it shows, with its release. later: not at a server's start."""
 
     name: str
     tokens: tuple[int, ...]
@@ -69,7 +69,7 @@ class Case:
     inner: int | None = None
     bias: float = 1.0
     of_part: bool = False
-    depth: Depth = Depth.START
+    later: bool = False
 
     def sizes(self, rank: Rank) -> Rank:
         return replace(rank, hidden=self.hidden or rank.hidden, inner=self.inner or rank.inner)
@@ -86,21 +86,20 @@ NO_ROWS = (
     "a rank without rows, whose results were never written (op-plugin beb79eff, CANN 9.1 and torch-npu 2.7.1.post4)"
 )
 ACTIVATION = "the activation: clamp, addcmul and npu_swiglu, or npu_clipped_swiglu from CANN 8.5 on"
-LATER = Depth.SECONDS
 
 CASES = (
     Case("few tokens", (1, 17), anywhere, GROUPS),
     Case("every second expert", (17,), every_second, GROUPS),
     Case("all to the first expert", (17,), always(0), GROUPS),
     Case("all to the last expert", (17,), always(-1), GROUPS),
-    Case("edges of a tile", (127, 128, 129), always(1), TILES, depth=LATER),
+    Case("edges of a tile", (127, 128, 129), always(1), TILES, later=True),
     Case("a part of the experts", (17,), anywhere, COUNTS, calls=3, of_part=True),
     Case("tokens of other ranks only", (1, 64), elsewhere, NO_ROWS, of_part=True),
-    Case("counts that change", (17, 2049), anywhere, COUNTS, calls=10, inner=64, of_part=True, depth=LATER),
-    Case("sort on one core and on many", (129, 1100, 2049, 4096), anywhere, SORT, inner=64, depth=LATER),
-    Case("sort backwards", (16384,), backwards, SORT, hidden=32, inner=32, depth=LATER),
+    Case("counts that change", (17, 2049), anywhere, COUNTS, calls=10, inner=64, of_part=True, later=True),
+    Case("sort on one core and on many", (129, 1100, 2049, 4096), anywhere, SORT, inner=64, later=True),
+    Case("sort backwards", (16384,), backwards, SORT, hidden=32, inner=32, later=True),
     *(
-        Case(f"activation {wide} wide", (1, 17, 1100), anywhere, ACTIVATION, 1, 64, wide, bias=6.0, depth=LATER)
+        Case(f"activation {wide} wide", (1, 17, 1100), anywhere, ACTIVATION, 1, 64, wide, bias=6.0, later=True)
         for wide in (2880, 1440, 720)
     ),
 )
@@ -164,17 +163,16 @@ class Layer:
         return out
 
 
-def results(rank: Rank, depth: Depth) -> Iterator[Result]:
+def results(rank: Rank) -> Iterator[Result]:
     """Experts on this rank; beyond the start also routing, group lists, and a rank with a quarter of the experts."""
-    cases = [case for case in CASES if case.depth <= depth]
-    if depth == Depth.START:
-        yield from results_of([case for case in cases if rank.is_part or not case.of_part], rank)
+    if rank.short:
+        yield from results_of([case for case in CASES if not case.later and (rank.is_part or not case.of_part)], rank)
         return
-    yield from routing(rank, depth)
-    yield from routing(replace(rank, dtype=torch.float32), depth)
+    yield from routing(rank)
+    yield from routing(replace(rank, dtype=torch.float32))
     yield from group_lists(rank)
-    yield from results_of([case for case in cases if not case.of_part], rank)
-    yield from results_of([case for case in cases if case.of_part], rank.part)
+    yield from results_of([case for case in CASES if not case.of_part], rank)
+    yield from results_of([case for case in CASES if case.of_part], rank.part)
 
 
 def results_of(cases: Iterable[Case], rank: Rank) -> Iterator[Result]:
@@ -205,7 +203,7 @@ def _result(case: Case, tokens: int, layer: Layer, prepared: PreparedExperts) ->
 
     want = _numbered([layer.want(*call) for call in inputs])
     call = f"experts, {case.name}, {tokens} tokens"
-    return rows_checked(call, run, want, repeats=rank.repeats, suspect=case.suspect)[0]
+    return checked(call, run, by_rows(want), repeats=rank.repeats, suspect=case.suspect)[0]
 
 
 def _numbered(outs: list[torch.Tensor]) -> Outputs:
@@ -228,15 +226,15 @@ def group_lists(rank: Rank) -> Iterator[Result]:
     ids = torch.repeat_interleave(torch.arange(held), counts)[:, None]
     want = {"out": layer.want(rows, torch.full(ids.shape, experts.gain), ids)}
     call = "experts, groups as counts and as ends"
-    result, _ = rows_checked(call, lambda: {"out": by_count}, want, suspect=GROUPS)
+    result, _ = checked(call, lambda: {"out": by_count}, by_rows(want), suspect=GROUPS)
     if not result.wrong and not torch.equal(by_count, by_end):
         result = result.failed("ends gave other bits than counts")
     yield result
 
 
-def routing(rank: Rank, depth: Depth) -> Iterator[Result]:
+def routing(rank: Rank) -> Iterator[Result]:
     """The choice of experts: ties, and a row that leaves four experts to choose."""
-    for tokens, experts in ((1, rank.experts), (257, rank.experts)) if depth == Depth.START else GATES:
+    for tokens, experts in ((1, rank.experts), (257, rank.experts)) if rank.short else GATES:
         logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(tokens)).to(rank.dtype)
         logits[tokens // 2] = logits[tokens // 2].round()  # ties, of which any may be chosen
         if tokens > 1:

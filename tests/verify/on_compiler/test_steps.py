@@ -99,20 +99,6 @@ def test_a_tile_too_large_fails_where_the_memory_is_planned(kernel, monkeypatch)
     assert not report.ok
 
 
-def test_a_language_that_triton_ascend_lacks_is_said_in_words(kernel):
-    report = kernel("tl.minimum(scale, one)", "tl.no_such_function(scale, one)")
-    assert not report.ok
-    assert "front end refuses expand_kernel" in " ".join(report.calls[0].lines)
-
-
-def test_a_shift_that_rounds_gives_the_same_bits(kernel):
-    """The compiler lowers `>>` with `round : true`; its effect on the card is unknown."""
-    report = kernel("(packed & -16) >> 4", "((packed & -16) + 8) >> 4")
-    assert not any(call.wrong for call in report.calls)
-    report = kernel("(packed & -16) >> 4", "(packed + 8) >> 4")
-    assert failed(report, LOWERED)
-
-
 def test_a_mutation_that_nothing_notices_fails_the_kernel(kernel, monkeypatch):
     from npu_gptoss.verify.source_mutations import SourceMutation
 
@@ -161,21 +147,3 @@ def test_write_outside_of_a_tensor_fails():
         for offset, where in ((1, "behind"), (-1, "before")):
             with pytest.raises(host.OutOfBounds, match=f"out: the kernel wrote {where} it"):
                 kernels.transposed[(1,)](values, torch.zeros(8, dtype=torch.int32), offset, ROWS=2, COLUMNS=4)
-
-
-def test_the_plan_counts_the_memory_that_a_kernel_needs():
-    """1000 floats in and out, in place: 4000 bytes. In a loop the compiler takes two buffers in turn."""
-    from ascend_emulator.compiler import lowering, planner, tools
-
-    tools.tools()
-    from tests.verify.on_compiler import kernels
-
-    types = {"source": "*fp32", "out": "*fp32", "count": "i32"}
-    once = planner.plan(lowering.lower(kernels.doubled, types, {"SIZE": 1000}))
-    assert (once.refusal, once.memory, once.scalar) == ("", {"ub": 4000}, 0)
-    turns = planner.plan(lowering.lower(kernels.doubled_in_turns, types, {"SIZE": 1000}))
-    assert turns.memory["ub"] > once.memory["ub"]
-    assert turns.without == ()
-    large = planner.plan(lowering.lower(kernels.doubled, types, {"SIZE": 50000}))
-    assert "ub overflow" in large.refusal
-    assert large.memory["ub"] > planner.AVAILABLE["ub"]

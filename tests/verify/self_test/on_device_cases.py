@@ -11,7 +11,7 @@ import torch_npu
 from ascend_emulator import context
 
 from npu_gptoss.graphs.recorder import Recorded
-from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test import alone, dense, experts
 
 NPU, BF16 = torch.device("npu"), torch.bfloat16
@@ -32,7 +32,7 @@ def replayed(change) -> list[str]:
     """The results of the graph's test if `change` (number of the replay, result) stands between replay and caller."""
     right, number = Recorded.replay, iter(range(1000))
     with mock.patch.object(Recorded, "replay", lambda self: change(next(number), self, right)):
-        return wrong(alone.graph(RANK, Depth.SECONDS))
+        return wrong(alone.graph(RANK))
 
 
 def case_a_replay_that_is_lost_is_seen() -> None:

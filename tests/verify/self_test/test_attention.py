@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_gptoss.verify.depth import Rank
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.attention import CASES, results_of
 from tests import ascend_ops
 

@@ -12,12 +12,12 @@ from ascend_emulator.ops import OPS
 from npu_gptoss.attention import ascend
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.ascend import start_check
-from npu_gptoss.verify.depth import Rank
+from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.attention import CASES, make_case
 from tests import ascend_ops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-WHOLE = Rank(CPU, BF16, 1, hidden=96, inner=64, experts=8, held=(0, 8), heads=16, kv_heads=2)
+WHOLE = Rank(CPU, BF16, 1, hidden=96, inner=64, experts=8, held=(0, 8), heads=16, kv_heads=2, short=True)
 PART = replace(WHOLE, held=(2, 4))
 
 

@@ -1,28 +1,20 @@
-"""The three depths of checking, and the sizes at which a device is checked."""
+"""The sizes at which self-tests check a device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import torch
 
 from npu_gptoss import envs
 
 
-class Depth(IntEnum):
-    """How much is called: the short calls at a server's start, ten seconds of calls in the doctor, or everything."""
-
-    START = 0
-    SECONDS = 1
-    ALL = 2
-
-
 @dataclass(frozen=True)
 class Rank:
     """The part of the model on one device. inner: columns of each expert; held: experts [first, last) of `experts`.
 
-    repeats: how often a right result is computed in all, to compare the bits. The defaults are gpt-oss-20b on one card.
+    repeats: how often a right result is computed in all, to compare the bits. short: the calls of a server's start
+    alone, which take a second. The defaults are gpt-oss-20b on one card.
     """
 
     device: torch.device
@@ -34,6 +26,7 @@ class Rank:
     held: tuple[int, int] = (0, 32)
     heads: int = 64
     kv_heads: int = 8
+    short: bool = False
 
     @property
     def is_part(self) -> bool:
