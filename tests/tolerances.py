@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from npu_gptoss.verify.tolerances import TOLERANCES
+from npu_gptoss.verify.compare import compare
+from npu_gptoss.verify.tolerances import TOLERANCES, Tolerance
 
 
 def assert_close(
@@ -18,12 +19,6 @@ def assert_close(
     scale widens both terms, atol raises the absolute one; each needs a reason at the call.
     """
     absolute, rtol = TOLERANCES[dtype or got.dtype]
-    got, want = got.float(), want.float()
-    assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    assert torch.isfinite(got).all(), f"{int((~torch.isfinite(got)).sum())} of {got.numel()} values are not finite"
-    excess = (got - want).abs() - scale * (max(absolute, atol) + rtol * want.abs())
-    if (excess > 0).any():
-        worst = excess.flatten().topk(min(5, excess.numel())).indices
-        where = [tuple(int(i) for i in torch.unravel_index(w, got.shape)) for w in worst]
-        lines = "\n".join(f"  {at}: got {got[at]:.7g}, want {want[at]:.7g}" for at in where)
-        raise AssertionError(f"{int((excess > 0).sum())} of {got.numel()} values differ; the worst:\n{lines}")
+    limit = Tolerance(max(absolute, atol), rtol, scale)
+    verdict = compare({"result": got.float()}, {"result": want.float()}, {"result": limit})
+    assert verdict.ok, "\n".join(verdict.lines())
