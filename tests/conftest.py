@@ -6,8 +6,10 @@ A named emulated environment must exist.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +63,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marks = [(item.path, {mark.name for mark in item.iter_markers()}) for item in items]
         long = {path for path, names in marks if "slow" in names and names & OF_OTHER_ENVIRONMENTS}
         items.sort(key=lambda item: ("serving" not in item.path.parts, item.path not in long))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a worker whole files, and of the files that share a server all tests of a release: each starts it once."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = re.match(r"tests/serving/openai/.*\[(0\.\d+)[]-]", nodeid)
+            return f"tests/serving/openai {shared[1]}" if shared else super()._split_scope(nodeid)
+
+    return ByServer(config, log)
