@@ -70,13 +70,13 @@ class Refusal:
 
     option: as the user writes it: `--dtype`, `NPU_GPTOSS_EXPERT_WEIGHTS`, `rope_scaling.factor`, `vllm-ascend`.
     got: the value as the user writes it; None for an option without a value.
-    why: a clause with the reason. remedy: a command to the user, in lower case.
+    why: a clause with the reason. remedy: a command to the user, in lower case, other than to leave the option out.
     """
 
     option: str
     got: object
     why: str
-    remedy: str
+    remedy: str = "leave it out"
     joint: str = ""  # between option and value; by default "=" for a variable, else a blank
 
     @property

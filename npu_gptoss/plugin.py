@@ -7,9 +7,9 @@ changes nothing.
 
 from __future__ import annotations
 
-import logging
 import os
 
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.releases import RELEASES, installed_vllm, release_of
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -18,9 +18,6 @@ ARCHITECTURE = "GptOssForCausalLM"
 KEEP_ALIVE = ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
 
 _TOLD = "_GPTOSS_MISSPELT_TOLD"  # an environment variable, which the server's other processes inherit
-
-# below "vllm", so that vLLM's own handlers and --log-config apply
-logger = logging.getLogger("vllm.npu_gptoss")
 
 
 def version_objection(installed: str | None) -> str | None:

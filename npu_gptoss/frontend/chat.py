@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, ask, reading
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading
 from npu_gptoss.frontend.sample import Sample, new_id
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
 from npu_gptoss.frontend.structure import forced_structure, structure_of
@@ -34,6 +34,7 @@ READ = {
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", *STRUCTURE_FIELDS),
     *("stop", "include_stop_str_in_output", "stream_options", "include_reasoning", "echo"),
     *("reasoning_effort", "reasoning", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    "modalities",
 }
 # Fields that the engine samples, schedules or reports by.
 PASSED = {
@@ -54,31 +55,28 @@ WITHOUT_EFFECT = {
     *("guided_decoding_backend", "early_stopping"),  # no effect in vLLM 0.11; for beam search
     "chat_template",  # admission refuses it unless the server trusts its clients; gpt-oss has a fixed format
 }
-# field -> accepted empty values, and the expected value
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "modalities": ((None, [], ["text"]), "text, which is all that gpt-oss writes"),
-    "audio": ((None,), "no audio: gpt-oss writes text"),
-    "web_search_options": ((None,), "no web search: this server has none"),
-    "documents": ((None, []), "the documents' text in messages"),
-    "truncate_prompt_tokens": ((None,), "a conversation that fits: harmony's messages are not cut"),
-    "logits_processors": ((None, []), "fields by which vLLM samples: this server runs no code of a request"),
-    "truncation_side": ((None,), "a conversation that fits: harmony's messages are not cut"),
+# field -> the expected value
+REFUSED = {
+    "audio": "no audio: gpt-oss writes text",
+    "web_search_options": "no web search: this server has none",
+    "documents": "the documents' text in messages",
+    "truncate_prompt_tokens": "a conversation that fits: harmony's messages are not cut",
+    "logits_processors": "fields by which vLLM samples: this server runs no code of a request",
+    "truncation_side": "a conversation that fits: harmony's messages are not cut",
 }
 BEAM_SEARCH = "use_beam_search"  # the engine's own server handles it
 
 
 @dataclass(frozen=True)
 class Request:
-    """A chat. calls: how many of an answer's calls are sent; None: all. deprecated: calls in `function_call`."""
+    """A chat. deprecated: an answer's call is in `function_call`."""
 
     asked: Asked
     n: int = 1
     stream: bool = False
     usage: bool = False
     running_usage: bool = False
-    with_reasoning: bool = True
     with_token_ids: bool = False
-    calls: int | None = None
     deprecated: bool = False
     echo: str = ""
 
@@ -88,15 +86,19 @@ NO_DEFAULTS = Defaults()
 
 def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
     """Reads a request of /v1/chat/completions. Raises ConversationError, which names the field."""
-    _refuse(body)
-    warnings = [f"{name:.80} is no field of a chat and has no effect" for name in body if name not in _KNOWN]
+    warnings = begin(body, _KNOWN, REFUSED)
+    if body.get("modalities") not in (None, [], ["text"]):
+        raise expected("modalities", "text, which is all that gpt-oss writes", body["modalities"])
+    if not sequence(body.get("messages"), "messages"):
+        raise expected("messages", "a list of at least one message", body.get("messages"))
+    sequence(body.get("functions"), "functions")
     inner = body.get("reasoning")
     deprecated = body.get("functions") is not None and body.get("tools") is None
     given, choice, parallel = body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
     if deprecated:
         given, choice = [{"type": "function", "function": one} for one in body["functions"]], body.get("function_call")
         choice = {"type": "function", "function": choice} if isinstance(choice, Mapping) else choice
-    tools = read_tools(given, choice, parallel=parallel is not False)
+    tools = read_tools(given, choice, parallel=parallel is not False and not deprecated)
     messages = body["messages"]
     continued = _continued(body, messages)
     turns, names = [], {}
@@ -118,7 +120,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         continued=continued,
         turns=turns,
         tools=tools,
-        reading=reading(tools, body.get("stop"), body.get("include_stop_str_in_output"), body.get("min_tokens")),
+        reading=reading(tools, body),
         structure=forced_structure(tools, structure_of(body)),
         sampling=_sampling(body),
     )
@@ -128,24 +130,13 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         stream=bool(body.get("stream")),
         usage=usage,
         running_usage=bool(usage and options.get("continuous_usage_stats")),
-        with_reasoning=body.get("include_reasoning") is not False,
         with_token_ids=bool(body.get("return_token_ids")),
-        calls=1 if deprecated or parallel is False else None,
         deprecated=deprecated,
         echo=_echo(body, messages),
     )
 
 
 _KNOWN = READ | PASSED | WITHOUT_EFFECT | REFUSED.keys() | {BEAM_SEARCH}
-
-
-def _refuse(body: Mapping[str, Any]) -> None:
-    for name, (accepted, wanted) in REFUSED.items():
-        if body.get(name) not in accepted:
-            raise expected(name, wanted, body[name])
-    if not sequence(body.get("messages"), "messages"):
-        raise expected("messages", "a list of at least one message", body.get("messages"))
-    sequence(body.get("functions"), "functions")
 
 
 def _sampling(body: Mapping[str, Any]) -> Json:
@@ -219,7 +210,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        if self.sample.finish is not None and self.sample.called:
+        if self.sample.finish is not None and self.turn.called:
             return "function_call" if self._request.deprecated else "tool_calls"
         return self.sample.finish
 
@@ -231,7 +222,7 @@ class Choice:
             part = event.part
             if part.kind is Kind.CALL:
                 self._add_call(event, calls)
-            elif event.what == "more" and (part.kind is Kind.ANSWER or self._request.with_reasoning):
+            elif event.what == "more":
                 new_line = "\n" if self._sent.get(part.kind, part.number) != part.number else ""
                 texts[part.kind] = texts.get(part.kind, "") + new_line + event.text
                 self._sent[part.kind] = part.number
@@ -260,8 +251,6 @@ class Choice:
         """Adds to the last entry of the same call: some clients read only the first entry."""
         part = event.part
         number = next(i for i, call in enumerate(self.turn.calls) if call is part)
-        if self._request.calls is not None and number >= self._request.calls:
-            return
         tool = self._tools.called(part.name or "")
         if event.what == "begun":
             calls.append({"index": number, "id": new_id("call")} | _call(tool, ""))
@@ -275,9 +264,9 @@ class Choice:
     def message(self) -> Json:
         """Returns the whole message."""
         content = self.turn.texts(Kind.ANSWER)
-        reasoning = self.turn.texts(Kind.REASONING) if self._request.with_reasoning else None
+        reasoning = self.turn.texts(Kind.REASONING)
         calls = []
-        for part in self.turn.calls[: self._request.calls]:
+        for part in filter(lambda call: call.shown, self.turn.calls):
             tool = self._tools.called(part.name or "")
             text = custom_input(part.text) if tool.kind == "custom" else part.text
             calls.append({"id": new_id("call")} | _call(tool, text))
@@ -299,9 +288,9 @@ class Answer(sample.Answer):
     """The answer to a chat. A stream's events are its lines, without the end (`data: [DONE]`)."""
 
     def __init__(self, request: Request, facts: Facts, new_turn: Callable[[], Turn]) -> None:
-        self.request, self.facts = request, facts
+        self.request = request
         self.choices = [Choice(request, new_turn(), index) for index in range(request.n)]
-        super().__init__([choice.sample for choice in self.choices])
+        super().__init__([choice.sample for choice in self.choices], facts)
         self._created = int(time.time())
         self._opened = False
         head = {"id": facts.id, "object": "chat.completion.chunk", "created": self._created, "model": facts.model}
@@ -330,7 +319,6 @@ class Answer(sample.Answer):
         """Returns the whole answer."""
         choices = []
         for index, choice in enumerate(self.choices):
-            self._log(choice)
             logprobs = {"content": choice.logprobs} if self.facts.logprobs is not None else None
             message = choice.message() | {"role": self.facts.role}
             own = {"index": index, "message": message, "logprobs": logprobs}
@@ -360,8 +348,6 @@ class Answer(sample.Answer):
         return lines
 
     def end(self) -> list[str]:
-        for choice in self.choices:
-            self._log(choice)
         usage = {name: value for name, value in self.usage().items() if value is not None}
         return [self._written("", {"usage": usage} | self._signed())] if self.request.usage else []
 
@@ -405,10 +391,6 @@ class Answer(sample.Answer):
 
     def _signed(self) -> Json:
         return {"system_fingerprint": self.facts.fingerprint} if self.facts.fingerprint else {}
-
-    def _log(self, choice: Choice) -> None:
-        if self.facts.log is not None:
-            self.facts.log(choice.sample.text, None, choice.finish_reason)
 
 
 def _choice(index: int, delta: Json, about: Json | None = None) -> str:

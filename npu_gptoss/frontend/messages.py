@@ -16,13 +16,13 @@ from typing import Any
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.message_blocks import INVALID_JSON, TOOL_CHANGES, conversation
-from npu_gptoss.frontend.request import Asked, Defaults, ask, reading
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading
 from npu_gptoss.frontend.sample import Facts, Sample, new_id
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
 from npu_gptoss.frontend.tools import Tools, is_hosted, read_tools
 from npu_gptoss.frontend.turn import Event, Turn
 from npu_gptoss.harmony.conversation import expected, fields_of, mapping, sequence
-from npu_gptoss.harmony.encoding import ContextError, Encoder
+from npu_gptoss.harmony.encoding import ContextError
 from npu_gptoss.harmony.parser import Kind
 
 Json = dict[str, Any]
@@ -98,16 +98,9 @@ def error_event(message: str, status: int) -> str:
     return f"event: error\ndata: {json.dumps(error_body(message, status))}\n\n"
 
 
-class _Asked(Asked):
-    def prompt(self, encoder: Encoder, limit: int | None = None) -> list[int]:
-        try:
-            return super().prompt(encoder, limit)
-        except ContextError as error:
-            raise ContextError(_context_words(str(error)), error.param) from None
-
-
-def _context_words(text: str) -> str:
-    """Writes a ContextError in Anthropic's words: Claude Code then compacts the conversation or lowers max_tokens."""
+def context_words(error: ContextError) -> str:
+    """Writes it in Anthropic's words: Claude Code then compacts the conversation or lowers max_tokens."""
+    text = str(error)
     limit, *numbers = re.findall(r"\d+", text)
     if len(numbers) == 1:
         return f"prompt is too long: {numbers[0]} tokens > {limit} maximum. {text}"
@@ -120,12 +113,10 @@ def _context_words(text: str) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """A request of messages. calls: how many of an answer's calls are sent; None: all."""
+    """A request of messages."""
 
     asked: Asked
     stream: bool = False
-    with_reasoning: bool = True
-    calls: int | None = None
 
 
 _DEFAULTS = Defaults()
@@ -136,8 +127,12 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
 
     Raises ConversationError, which names the field.
     """
-    _refuse(body, counting)
-    warnings = [f"{name:.80} is no field of a message and has no effect" for name in body if name not in _KNOWN]
+    warnings = begin(body, _KNOWN, REFUSED)
+    if not sequence(body.get("messages"), "messages"):
+        raise expected("messages", "a list of at least one message", body.get("messages"))
+    most = body.get("max_tokens")
+    if not counting and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise expected("max_tokens", "a number from 1", most)
     warnings += [f"{name} is left out: {why}" for name, why in LEFT_OUT.items() if body.get(name)]
     with_reasoning = _with_reasoning(body.get("thinking"), warnings)
     efforts = EFFORTS | dict(defaults.efforts)
@@ -151,25 +146,13 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
         warnings,
         efforts=[("output_config.effort", config.get("effort"))],
         continued=continued,
-        kind=_Asked,
         turns=turns,
         tools=tools,
-        reading=reading(tools, _stop_sequences(body)),
+        reading=reading(tools, {"stop": _stop_sequences(body), "include_reasoning": with_reasoning}),
         structure=forced_structure(tools, _structure(body, config)),
         sampling={name: value for name, value in body.items() if name in PASSED and value is not None},
     )
-    return Request(asked, bool(body.get("stream")), with_reasoning, None if tools.parallel else 1)
-
-
-def _refuse(body: Mapping[str, Any], counting: bool) -> None:
-    for name, wanted in REFUSED.items():
-        if body.get(name) is not None:
-            raise expected(name, wanted, body[name])
-    if not sequence(body.get("messages"), "messages"):
-        raise expected("messages", "a list of at least one message", body.get("messages"))
-    most = body.get("max_tokens")
-    if not counting and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise expected("max_tokens", "a number from 1", most)
+    return Request(asked, bool(body.get("stream")))
 
 
 def _with_reasoning(given: Any, warnings: list[str]) -> bool:
@@ -372,22 +355,16 @@ def _input(text: str) -> Json:
 class _Blocks:
     """The blocks of an answer so far; `read` adds events of its turn."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self) -> None:
         self.all: list[_Block] = []
-        self._request = request
         self._open: _Block | None = None
-        self._calls = 0
 
     def read(self, events: Sequence[Event]) -> list[str]:
         """Returns the lines that a stream sends for these events."""
         lines: list[str] = []
         for event in events:
             part, kind = event.part, event.part.kind
-            if kind is Kind.CALL:
-                self._calls += event.what == "begun"
-                if self._request.calls is not None and self._calls > self._request.calls:
-                    continue
-            elif event.what != "more" or (kind is Kind.REASONING and not self._request.with_reasoning):
+            if kind is not Kind.CALL and event.what != "more":
                 continue
             block, text = self._open, event.text
             if block is None or block.kind is not kind or event.what == "begun":
@@ -430,17 +407,11 @@ class Answer(sample.Answer):
     """The answer to a request of messages. A stream sends the events of a step together."""
 
     def __init__(self, request: Request, facts: Facts, new_turn: Callable[[], Turn]) -> None:
-        self.request, self.facts = request, facts
+        self.request = request
         self.sample = Sample(new_turn())
-        super().__init__([self.sample])
-        self._blocks = _Blocks(request)
+        super().__init__([self.sample], facts)
+        self._blocks = _Blocks()
         self._opened = False
-
-    @property
-    def counts(self) -> Json:
-        """Returns token counts with OpenAI's names."""
-        prompt, made = self.facts.prompt_tokens, self.sample.tokens
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
     @property
     def usage(self) -> Json:
@@ -456,7 +427,7 @@ class Answer(sample.Answer):
         sample, stopped = self.sample, self.sample.turn.stopped
         if sample.finish is None:
             return {"stop_reason": None, "stop_sequence": None}
-        if sample.called:
+        if sample.turn.called:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if stopped is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
@@ -471,7 +442,6 @@ class Answer(sample.Answer):
     def ended(self) -> Json:
         """Returns the whole answer."""
         self._blocks.end()
-        self._log()
         return self._message([block.shown() for block in self._blocks.all]) | self.extra
 
     def events(self, step: Step) -> list[str]:
@@ -481,7 +451,6 @@ class Answer(sample.Answer):
         return ["".join(lines)] if lines else []
 
     def end(self) -> list[str]:
-        self._log()
         last = _event("message_delta", delta=self.stop, usage=self.usage, **self.extra) + _event("message_stop")
         return ["".join([*self._opening(), *self._blocks.end(), last])]
 
@@ -500,7 +469,3 @@ class Answer(sample.Answer):
     def _message(self, content: list[Json]) -> Json:
         message: Json = {"id": self.facts.id, "type": "message", "role": "assistant", "model": self.facts.model}
         return message | {"content": content, **self.stop, "usage": self.usage}
-
-    def _log(self) -> None:
-        if self.facts.log is not None:
-            self.facts.log(self.sample.text, None, self.sample.finish)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,9 @@ class Asked:
         return turn
 
 
-def reading(tools: Tools, stop: Any = (), include_stop: bool = False, min_tokens: int = 0) -> Reading:
-    """Returns the rules for reading the answer to a request with these tools and stop strings."""
-    choice = tools.choice
+def reading(tools: Tools, body: Mapping[str, Any]) -> Reading:
+    """Returns the rules for reading the answer to a request with these tools. body: with OpenAI's and vLLM's fields."""
+    choice, stop = tools.choice, body.get("stop")
     mode = choice.mode if tools.offered or choice.mode != "none" else "auto"
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list | tuple) or not all(isinstance(one, str) for one in stops):
@@ -95,10 +95,23 @@ def reading(tools: Tools, stop: Any = (), include_stop: bool = False, min_tokens
         choice.tool.name if choice.tool else None,
         bool(choice.tool and choice.tool.format),
         tuple(stops),
-        bool(include_stop),
-        min_tokens or 0,
+        bool(body.get("include_stop_str_in_output")),
+        body.get("min_tokens") or 0,
         tools.names,
+        body.get("include_reasoning") is not False,
+        tools.parallel,
     )
+
+
+def begin(body: Mapping[str, Any], known: Container[str], refused: Mapping[str, str]) -> list[str]:
+    """Returns a warning for each field of the body that is not known.
+
+    refused: the expected value of each field that only its absence serves. Raises ConversationError for such a field.
+    """
+    for name, wanted in refused.items():
+        if body.get(name) not in (None, []):
+            raise expected(name, wanted, body[name])
+    return [f"{name:.80} is no field of this API and has no effect" for name in body if name not in known]
 
 
 def ask(
@@ -108,12 +121,11 @@ def ask(
     *,
     efforts: Sequence[tuple[str, Any]] = (),
     continued: tuple[str, str] | None = None,
-    kind: type[Asked] = Asked,
     **fields: Any,
 ) -> Asked:
     """Makes the request from what each API reads in its own way, and what all have in common.
 
-    efforts: path and word of each field that may name the effort. fields: of `kind`. Adds to warnings.
+    efforts: path and word of each field that may name the effort. fields: of Asked. Adds to warnings.
     """
     template = template_arguments(body.get("chat_template_kwargs"), warnings)
     words = [*efforts, ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort"))]
@@ -124,7 +136,7 @@ def ask(
             f"{structure.param}: an answer that continues the last message has no structure; leave one out.",
             structure.param,
         )
-    return kind(
+    return Asked(
         effort=defaults.efforts.get(word, word) if isinstance(word, str) else word,
         effort_param=param,
         identity=template.get("model_identity") or defaults.identity,

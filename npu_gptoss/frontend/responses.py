@@ -19,7 +19,7 @@ from openai_harmony import HarmonyError, Message, Role
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, ask, reading
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading
 from npu_gptoss.frontend.response_items import Conversation, Item, read_input, tools_of, with_preambles
 from npu_gptoss.frontend.sample import Sample
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
@@ -67,7 +67,7 @@ _KNOWN = READ | PASSED | STORED | WITHOUT_EFFECT | REFUSED.keys()
 class Request:
     """A request. body: as the client wrote it, without nulls. history: its conversation without the instructions.
 
-    calls: how many of an answer's calls are sent; None: all. encoded: reasoning items have `encrypted_content`.
+    encoded: reasoning items have `encrypted_content`.
     """
 
     asked: Asked
@@ -76,10 +76,8 @@ class Request:
     stream: bool = False
     background: bool = False
     store: bool = True
-    with_reasoning: bool = True
     encoded: bool = False
     with_messages: bool = False
-    calls: int | None = None
 
 
 def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Conversation | None = None) -> Request:
@@ -89,8 +87,8 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
     """
     defaults = defaults or Defaults()
     body = {name: value for name, value in body.items() if value is not None}
+    warnings = begin(body, _KNOWN, REFUSED)
     _check(body)
-    warnings = [f"{name:.80} has no effect on a response of this server" for name in body if name not in _KNOWN]
     parallel = body.get("parallel_tool_calls") is not False
     given = body.get("input")
     tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel, more=tools_of(given))
@@ -115,7 +113,7 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
         ],
         turns=[*([developer_message(instructions)] if instructions else []), *history.turns],
         tools=tools,
-        reading=reading(tools, body.get("stop"), body.get("include_stop_str_in_output"), body.get("min_tokens")),
+        reading=reading(tools, body),
         structure=forced_structure(
             tools,
             only_structure(
@@ -131,19 +129,13 @@ def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Co
         stream=bool(body.get("stream")),
         background=bool(body.get("background")),
         store=body.get("store") is not False,
-        with_reasoning=body.get("include_reasoning") is not False,
         encoded=ENCODED in include,
         with_messages=bool(body.get("enable_response_messages")),
-        calls=None if parallel else 1,
     )
 
 
 def _check(body: Mapping[str, Any]) -> None:
     """Raises ConversationError for a field of the wrong type that no other function checks."""
-    for name, wanted in REFUSED.items():
-        if name in body:
-            raise expected(name, wanted, body[name])
-    stop = body.get("stop", [])
     include = body.get("include", [])
     count = body.get("max_output_tokens", 1)
     checks = {
@@ -151,7 +143,6 @@ def _check(body: Mapping[str, Any]) -> None:
         "reasoning": (isinstance(body.get("reasoning", {}), Mapping), "an object with an effort"),
         "text": (isinstance(body.get("text", {}), Mapping), "an object with a format"),
         "include": (isinstance(include, list) and all(isinstance(one, str) for one in include), "a list of texts"),
-        "stop": (isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(s, str) for s in stop)), "texts"),
         "max_output_tokens": (type(count) is int and count > 0, "a number of tokens from 1"),
         "truncation": (body.get("truncation", "auto") in ("auto", "disabled"), "auto or disabled"),
         "background": (not body.get("background") or body.get("store") is not False, "false where store is false"),
@@ -208,11 +199,10 @@ class Answer(sample.Answer):
     """The answer to a request. After an error of the engine, `last` makes the last event of a stream."""
 
     def __init__(self, request: Request, facts: Facts, turn: Turn) -> None:
-        self.request, self.facts, self.turn = request, facts, turn
+        self.request, self.turn = request, turn
         self.sample = Sample(turn)
-        super().__init__([self.sample])
+        super().__init__([self.sample], facts)
         self._items: dict[int, Item] = {}  # by the number of their part
-        self._hidden: set[int] = set()
         self._number = 0  # of the next event
         self._logprobs: list[Json] = []  # of text not yet sent
         self._about = _about(request, facts)
@@ -237,7 +227,7 @@ class Answer(sample.Answer):
     def ended(self) -> Json:
         """Returns the response at its end."""
         if self.sample.finish is None:
-            self._read_events(self.turn.end("abort"), None)
+            self._read_events(self.sample.read(Piece(0, (), "abort")), None)
         status = {"length": "incomplete", "abort": "cancelled", None: "cancelled"}.get(self.sample.finish, "completed")
         response = self._about | {"status": status, "output": self.items(), "usage": self.usage()} | self.extra
         if status == "completed":
@@ -253,7 +243,7 @@ class Answer(sample.Answer):
 
     def failed(self, error: Exception) -> Json:
         """Returns the response after an error ended the generation."""
-        self._read_events(self.turn.end("error"), None)
+        self._read_events(self.sample.read(Piece(0, (), "error")), None)
         code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
         about = {"code": code, "message": str(error) or type(error).__name__}
         return self._about | {"status": "failed", "output": self.items(), "error": about}
@@ -268,10 +258,10 @@ class Answer(sample.Answer):
 
     def _written(self) -> list[Message]:
         """Returns the turn as harmony messages, without calls that the client does not see."""
-        parts = [part for part in self.turn.parts if part.kind is not Kind.CALL or part.number in self._items]
         return [
             tool_call(part.name or "", part.text) if part.kind is Kind.CALL else said(part.text, part.kind.value)
-            for part in parts
+            for part in self.turn.parts
+            if part.shown or part.kind is Kind.REASONING
         ]
 
     def take(self, step: Step) -> None:
@@ -312,8 +302,6 @@ class Answer(sample.Answer):
     def _read_events(self, events: Sequence[Event], sent: list[Json] | None) -> None:
         for event in events:
             item = self._item(event.part)
-            if item is None:
-                continue
             logprobs: list[Json] = []
             if self._logprobs and event.what != "begun":
                 logprobs, self._logprobs = self._logprobs, []
@@ -321,22 +309,10 @@ class Answer(sample.Answer):
             if sent is not None:
                 self._send(event, item, logprobs, sent)
 
-    def _item(self, part: Part) -> Item | None:
-        """Returns a part's item; None if the client does not see it."""
-        item = self._items.get(part.number)
-        if item is not None or part.number in self._hidden:
-            return item
-        request, tool = self.request, None
-        if part.kind is Kind.CALL:
-            tool = request.asked.tools.called(part.name or "")
-            shown = sum(one.tool is not None for one in self._items.values())
-            hidden = request.calls is not None and shown >= request.calls
-        else:
-            hidden = part.kind is Kind.REASONING and not request.with_reasoning
-        if hidden:
-            self._hidden.add(part.number)
-            return None
-        self._items[part.number] = item = Item.of(part, len(self._items), tool)
+    def _item(self, part: Part) -> Item:
+        if (item := self._items.get(part.number)) is None:
+            tool = self.request.asked.tools.called(part.name or "") if part.kind is Kind.CALL else None
+            self._items[part.number] = item = Item.of(part, len(self._items), tool)
         return item
 
     def _event(self, name: str, /, **fields: Any) -> Json:

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Sample:
-    """finish: "stop", "length" or another reason of the engine, None while it goes on; called: it ends in calls.
+    """finish: "stop", "length" or another reason of the engine, None while it goes on.
 
     tokens: how many were generated. answer: the tokens of the last piece that are text of the answer.
     """
@@ -29,7 +29,14 @@ class Sample:
     answer: list[int] = field(default_factory=list)
 
     def read(self, piece: Piece) -> list[Event]:
-        """Returns the events of new tokens. Drops tokens that the engine writes after a stop string."""
+        """Returns the events of new tokens that the client sees. Drops tokens that the engine writes after a stop
+        string."""
+        events, reading = self._read(piece), self.turn.reading
+        if reading.with_reasoning and reading.parallel:
+            return events
+        return [event for event in events if event.part.shown]
+
+    def _read(self, piece: Piece) -> list[Event]:
         turn = self.turn
         events: list[Event] = []
         self.answer = []
@@ -46,10 +53,6 @@ class Sample:
             self.finish = piece.finish
             self.stop_reason = turn.stopped if turn.stopped is not None else piece.stop_reason
         return events
-
-    @property
-    def called(self) -> bool:
-        return self.turn.called
 
     @property
     def text(self) -> str:
@@ -85,8 +88,8 @@ class Answer:
     the error passes through.
     """
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.samples = samples
+    def __init__(self, samples: Sequence[Sample], facts: Facts) -> None:
+        self.samples, self.facts = samples, facts
         self.cached_tokens: int | None = None
         self.extra: Json = {}  # fields from the engine
 
@@ -97,7 +100,9 @@ class Answer:
                 self.take(self._noted(step_of(output)))
                 if self._is_cut():
                     break
-        return self.ended()
+        found = self.ended()
+        self._log()
+        return found
 
     async def stream(
         self,
@@ -115,6 +120,7 @@ class Answer:
                         yield event
                     if self._is_cut():
                         break
+            self._log()
             for event in self.end():
                 yield event
             error = None
@@ -124,6 +130,16 @@ class Answer:
             error = raised
         for event in last(error) if last else ():
             yield event
+
+    @property
+    def counts(self) -> Json:
+        """Returns token counts with OpenAI's names."""
+        prompt, made = self.facts.prompt_tokens, sum(sample.tokens for sample in self.samples)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+    def _log(self) -> None:
+        for sample in self.samples if self.facts.log is not None else ():
+            self.facts.log(sample.text, None, "tool_calls" if sample.turn.called else sample.finish)
 
     def begun(self) -> list[Any]:
         return []

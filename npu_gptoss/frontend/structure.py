@@ -51,7 +51,7 @@ def structure_of_format(given: Any, param: str) -> Structure:
         return Structure({"json_object": True}, param)
     if kind in ("json_schema", "json_object"):
         if not isinstance(schema, Mapping):
-            path = f"{param}.json_schema.schema" if "json_schema" in given else f"{param}.schema"
+            path = f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema"
             raise expected(path, "a JSON schema", schema)
         return Structure({"json": schema}, param)
     if kind == "structural_tag":

@@ -29,7 +29,8 @@ class Reading:
 
     function: the one that must be called, if choice is "function"; its answer is the arguments, or with raw_input the
     text that is its only argument. min_tokens: stop strings have no effect in the text of the first tokens up to this
-    number. functions: the names that the request offers.
+    number. functions: the names that the request offers. with_reasoning, parallel: the client sees reasoning, and more
+    than the first call.
     """
 
     choice: Literal["auto", "none", "required", "function"] = "auto"
@@ -39,6 +40,8 @@ class Reading:
     include_stop: bool = False
     min_tokens: int = 0
     functions: frozenset[str] = frozenset()
+    with_reasoning: bool = True
+    parallel: bool = True
 
     @property
     def forced(self) -> bool:
@@ -47,13 +50,17 @@ class Reading:
 
 @dataclass
 class Part:
-    """A message of the turn; `text` is the emitted part, in `pieces`. `complete`: None while the model writes it."""
+    """A message of the turn; `text` is the emitted part, in `pieces`. `complete`: None while the model writes it.
+
+    shown: the client sees it.
+    """
 
     number: int
     kind: Kind
     name: str | None = None  # the function of a call
     pieces: list[str] = field(default_factory=list)
     complete: bool | None = None
+    shown: bool = True
 
     @property
     def text(self) -> str:
@@ -238,8 +245,8 @@ class Turn:
         return self
 
     def texts(self, kind: Kind) -> str | None:
-        """Returns the text of all parts of a kind, each on a separate line; None without a part."""
-        parts = [part.text for part in self.parts if part.kind is kind]
+        """Returns the text of all shown parts of a kind, each on a separate line; None without a part."""
+        parts = [part.text for part in self.parts if part.kind is kind and part.shown]
         return "\n".join(filter(None, parts)) if parts else None
 
     @property
@@ -308,6 +315,10 @@ class Turn:
     def _part_of(self, message: _Open, events: list[Event]) -> Part:
         if message.part is None:
             message.part = Part(len(self.parts), message.kind, message.name)
+            if message.kind is Kind.REASONING:
+                message.part.shown = self.reading.with_reasoning
+            elif message.kind is Kind.CALL:
+                message.part.shown = self.reading.parallel or not self.calls
             self.parts.append(message.part)
             events.append(Event(message.part, "begun"))
             self._direct = message.part if message.at_once else None

@@ -9,7 +9,6 @@ decision from the environment. The front end stays: it needs token ids and a tok
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.model.config_fields import ARCHITECTURE
 from npu_gptoss.model.device_memory import VARIABLE as EXPERT_WEIGHTS
+from npu_gptoss.serving import logger
+from npu_gptoss.serving.compat.start import ends
 from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 VARIABLE = "_GPTOSS_STEPPED_ASIDE"  # the reason, in the environment of the server's processes
 _COPIED_BY_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
@@ -69,9 +68,8 @@ def refusals_of(error: BaseException | None) -> tuple[Refusal, ...]:
     while error is not None:
         if isinstance(error, InputError):
             return error.refusals
-        found = getattr(error, "errors", None)
-        inner = [entry.get("ctx", {}).get("error") for entry in found()] if callable(found) else []
-        error = next((one for one in inner if isinstance(one, InputError)), error.__cause__ or error.__context__)
+        inner = (one for one in ends.causes(error) if isinstance(one, InputError))
+        error = next(inner, error.__cause__ or error.__context__)
     return ()
 
 

@@ -7,14 +7,13 @@ implementation, as the sinks are: vLLM sees it only where layers with a window m
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from npu_gptoss.attention import AttentionMetadata, LayerKernels, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import expect, selected_kernels
 from npu_gptoss.moe.operations import EXPERTS
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.releases.vllm import (
     AttentionBackend,
     AttentionImpl,
@@ -27,8 +26,6 @@ from npu_gptoss.serving.releases.vllm import (
     VllmConfig,
     host_lengths,
 )
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")  # limits.py lets the model's own through, and auto
 BLOCK = 128  # tokens of a KV cache block, for the log's kernel choice before the cache exists

@@ -13,7 +13,6 @@ Wrong full graphs are replaced by PIECEWISE ones, on all ranks; a graph that is 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -25,10 +24,9 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.server.metrics import CANNED
 from npu_gptoss.serving.releases import here
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 FULL, PIECEWISE, NONE = "FULL", "PIECEWISE", "NONE"
 LONGEST, SHORTEST, SPAN = 131, 3, 14  # keys of the first prompt (beyond the window), and of the others

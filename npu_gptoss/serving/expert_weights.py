@@ -5,7 +5,6 @@ On Ascend memory decides (`npu_gptoss.model.device_memory`) unless the variable 
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
 from npu_gptoss.moe import expert_format, keeps_format
 from npu_gptoss.moe.operations import experts_call
 from npu_gptoss.moe.packed import rows_of
-from npu_gptoss.serving import releases
+from npu_gptoss.serving import logger, releases
 from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.releases.vllm import (
     current_platform,
@@ -36,8 +35,6 @@ from npu_gptoss.serving.releases.vllm import (
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 ON_ASCEND, EXPANDS = "moe.experts.ascend_packed", "moe.expand.triton_ascend"
 

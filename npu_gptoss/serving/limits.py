@@ -26,7 +26,7 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     """Yields each refusal, with True if this configuration asks for the setting. A new limit is one more row."""
     from npu_gptoss.serving.releases.vllm import DRAFTERS, QUANTIZATIONS
 
-    model, cache, parallel, out = config.model_config, config.cache_config, config.parallel_config, "leave it out"
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     dtype, load_format = str(model.dtype).removeprefix("torch."), config.load_config.load_format
     kv_dtype, kv_scales = cache.cache_dtype, getattr(cache, "calculate_kv_scales", False)
     contexts, drafter = parallel.decode_context_parallel_size, config.speculative_config
@@ -48,23 +48,21 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     # of another format in config.json, its rule says so: nobody gave the flag
     wrong = model.quantization not in QUANTIZATIONS and written in (None, MXFP4, *QUANTIZATIONS)
     given = None if model.quantization == "ascend" else model.quantization  # vllm-ascend writes its own over any
-    yield wrong, Refusal("--quantization", given, why, out)
+    yield wrong, Refusal("--quantization", given, why)
     why = "the KV cache has the model's dtype"
-    yield kv_dtype not in ("auto", dtype), Refusal("--kv-cache-dtype", kv_dtype, why, out)
-    yield kv_scales, Refusal("--calculate-kv-scales", None, why, out)
+    yield kv_dtype not in ("auto", dtype), Refusal("--kv-cache-dtype", kv_dtype, why)
+    yield kv_scales, Refusal("--calculate-kv-scales", None, why)
     wrong = drafter is not None and drafter.method not in DRAFTERS
-    yield wrong, Refusal("--speculative-config", None, drafters, out)
-    yield not generates, Refusal("--runner", model.runner_type, "this port generates text", out)
+    yield wrong, Refusal("--speculative-config", None, drafters)
+    yield not generates, Refusal("--runner", model.runner_type, "this port generates text")
     converted = generates and model.convert_type != "none"
-    yield converted, Refusal("--convert", model.convert_type, "this port generates text", out)
+    yield converted, Refusal("--convert", model.convert_type, "this port generates text")
     why = "every other layer was trained with its window"
-    yield model.disable_sliding_window, Refusal("--disable-sliding-window", None, why, out)
-    yield parallel.enable_eplb, Refusal("--enable-eplb", None, "experts do not move between ranks", out)
-    yield parallel.enable_dbo, Refusal("--enable-dbo", None, "steps cannot be halved", out)
-    why = "each rank keeps the whole context"
-    yield contexts > 1, Refusal("--decode-context-parallel-size", contexts, why, out)
-    why = "no layer shares its KV cache"
-    yield cache.kv_sharing_fast_prefill, Refusal("--kv-sharing-fast-prefill", None, why, out)
+    yield model.disable_sliding_window, Refusal("--disable-sliding-window", None, why)
+    yield parallel.enable_eplb, Refusal("--enable-eplb", None, "experts do not move between ranks")
+    yield parallel.enable_dbo, Refusal("--enable-dbo", None, "steps cannot be halved")
+    yield contexts > 1, Refusal("--decode-context-parallel-size", contexts, "each rank keeps the whole context")
+    yield cache.kv_sharing_fast_prefill, Refusal("--kv-sharing-fast-prefill", None, "no layer shares its KV cache")
     of_device = {"npu": ascend.checks, "cuda": cuda.checks}.get(device_type)
     yield from of_device(config) if of_device else ()
 
@@ -105,7 +103,7 @@ def check_model(model: Any) -> None:
     """Raises InputError if vLLM would serve gpt-oss by another class than ours."""
     if model.hf_config.model_type == MODEL_TYPE and model.architecture != ARCHITECTURE:
         why = "this package's own model has gpt-oss's kernels"
-        raise InputError(Refusal("--model-impl", model.model_impl, why, "leave it out"))
+        raise InputError(Refusal("--model-impl", model.model_impl, why))
 
 
 def register(architecture: str) -> None:

@@ -213,7 +213,7 @@ def test_the_fields_of_a_request_do_not_reach_the_engine():
         **{"cache_salt": "s", "logprobs": True, "top_logprobs": 2},
     }
     assert request.asked.reading.stop == ("x",)
-    assert request.asked.warnings == ("nobody has no effect on a response of this server",)
+    assert request.asked.warnings == ("nobody is no field of this API and has no effect",)
     answer = responses.Answer(request, responses.Facts("r", "m", 1), None)
     assert {name: answer.response("queued")[name] for name in ("status", "max_output_tokens", "metadata")} == {
         **{"status": "queued", "max_output_tokens": 9, "metadata": {"a": "b"}},

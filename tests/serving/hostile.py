@@ -123,10 +123,8 @@ _BOTH: list[tuple[str, str, dict[str, Any]]] = [
     ("regex-long", "guided_regex", {"guided_regex": "a?" * 100_000}),
     ("choice-empty", "guided_choice[0]", {"guided_choice": [""]}),
     ("json-large", "guided_json", {"guided_json": {"enum": ["x" * 1000] * 1000}}),
-    ("format-without-schema", _NO_SCHEMA, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
-    ("format-json-schema-missing", _NO_SCHEMA, {"response_format": {"type": "json_schema"}}),
 ]
-# the same, which a compiler of grammars has to refuse
+# the same, which the front end or a compiler of grammars has to refuse
 _COMPILED: list[tuple[str, str, dict[str, Any]]] = [
     ("regex-nul", "guided_regex", {"guided_regex": "\x00"}),
     ("regex-property", "guided_regex", {"guided_regex": "\\p{Q}+"}),
@@ -136,6 +134,8 @@ _COMPILED: list[tuple[str, str, dict[str, Any]]] = [
     ("choice-none", "guided_choice", {"guided_choice": []}),
     ("json-no-schema", "guided_json", {"guided_json": "{"}),
     ("format-structural-tag", "response_format", {"response_format": _TAG}),
+    ("format-without-schema", _NO_SCHEMA, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
+    ("format-json-schema-missing", _NO_SCHEMA, {"response_format": {"type": "json_schema"}}),
 ]
 for _route in (CHAT, COMPLETIONS, INVOCATIONS):
     _part = _prefix(_route)
@@ -195,7 +195,6 @@ _ONE: list[tuple[str, str, str | None, dict[str, Any]]] = [
     (COMPLETIONS, "logprobs-huge", "logprobs", {"logprobs": 1000, "stream": True}),
     (COMPLETIONS, "embeds", "prompt_embeds", {"prompt_embeds": "AAAA"}),
     (INVOCATIONS, "embeds", "prompt_embeds", {"prompt_embeds": "AAAA"}),
-    (RESPONSES, "schema-missing", "text.format.schema", {"text": {"format": _SCHEMA}}),
     (RESPONSES, "temperature", "temperature", {"temperature": 1e300}),
     (RESPONSES, "top-logprobs", "top_logprobs", {"top_logprobs": 10**6, "include": ["message.output_text.logprobs"]}),
     (RESPONSES, "priority", "priority", {"priority": 2**40}),
@@ -224,6 +223,7 @@ _OF_SERVER: list[tuple[str, str, str | None, dict[str, Any]]] = [
     ("/rerank", "no-use-for-/rerank", None, {"query": "a", "documents": ["b"]}),
     *((CHAT, f"chat-front-end-{n}-{param}", param, fields) for n, (fields, param) in enumerate(cases.CHATS)),
     *((RESPONSES, f"responses-front-end-{n}-{p}", p, fields) for n, (fields, p) in enumerate(cases.RESPONSES)),
+    (RESPONSES, "responses-schema-missing", "text.format.schema", {"text": {"format": _SCHEMA}}),
     (RESPONSES, "responses-hosted-tool-forced", "tool_choice", _HOSTED | {"tool_choice": {"type": "web_search"}}),
 ]
 for _route, _name, _param, _fields in _OF_SERVER:

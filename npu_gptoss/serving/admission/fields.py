@@ -79,24 +79,6 @@ def _token(value: str, limits: Limits, name: str) -> None:
 _NAMED_SCHEMA = fields_of({"schema": SCHEMA})
 _FORMAT = fields_of({"json_schema": _NAMED_SCHEMA, "structures": objects(256, {"schema": SCHEMA})})
 
-
-def _response_format(value: Any, limits: Limits, name: str) -> None:
-    _FORMAT(value, limits, name)
-    if value.get("type") == "json_schema":
-        _needs_schema(value.get("json_schema") or {}, f"{name}.json_schema")
-
-
-def _text_format(value: Any, limits: Limits, name: str) -> None:
-    _NAMED_SCHEMA(value, limits, name)
-    if value.get("type") == "json_schema":
-        _needs_schema(value, name)
-
-
-def _needs_schema(value: Mapping[str, Any], name: str) -> None:
-    if not isinstance(value.get("schema"), dict):
-        raise refuse(f"{name}.schema", "a JSON schema", value.get("schema"))
-
-
 STRUCTURED: Fields = {
     "json": SCHEMA,
     "regex": PATTERN,
@@ -149,7 +131,7 @@ SAMPLING: Fields = QUEUED | {
     "allowed_token_ids": token_ids("tokenizer_size", empty=False),
     "logit_bias": mapping(2048, keys=_token, values=number(None)),
     "stream_options": fields_of({}),
-    "response_format": _response_format,
+    "response_format": _FORMAT,  # `frontend.structure` refuses a json_schema without one
     "structured_outputs": fields_of(STRUCTURED),
     "guided_json": SCHEMA,
     "guided_regex": PATTERN,
@@ -223,7 +205,7 @@ RESPONSES: Fields = (
         "top_logprobs": logprobs(),
         "max_output_tokens": integer(1, INT64),
         "max_tool_calls": integer(0, INT32),
-        "text": fields_of({"format": _text_format}),
+        "text": fields_of({"format": _NAMED_SCHEMA}),
         "tools": objects(512, FUNCTION),
         "previous_response_id": identifier(256),
         "previous_input_messages": objects(16384),

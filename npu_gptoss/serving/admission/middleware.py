@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission import body as bodies
 from npu_gptoss.serving.admission import fields
 from npu_gptoss.serving.admission.keys import CHALLENGE, KeyGuard, route_path
 from npu_gptoss.serving.admission.refusal import Message, Receive, Refusal, Send, answer
 from npu_gptoss.serving.admission.rules import Limits
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -7,7 +7,6 @@ graphs are captured around attention (PIECEWISE) instead.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +15,11 @@ from npu_gptoss.attention import ascend
 from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.kernels import select_kernel, signature
 from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.ascend import captured, limits, probe, start_check
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 
 def guard(runner: Any) -> None:

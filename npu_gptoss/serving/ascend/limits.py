@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from npu_gptoss import cann, envs
 from npu_gptoss.errors import Refusal
-from npu_gptoss.serving import releases
+from npu_gptoss.serving import logger, releases
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
 
-logger = logging.getLogger("vllm.npu_gptoss")
 
 # Fields of --additional-config, each with the reason for its refusal
 OPTIONS = {
@@ -210,14 +208,14 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
             yield True, found
     parallel, experts = config.parallel_config, config.model_config.hf_config.num_local_experts
     graphs = _has_graphs(config)
-    why, out = "sequence parallelism is not supported", "leave it out"
-    yield sequence_parallelism(config), Refusal("--compilation-config", SEQUENCES, why, out)
+    why = "sequence parallelism is not supported"
+    yield sequence_parallelism(config), Refusal("--compilation-config", SEQUENCES, why)
     for name, why in OPTIONS.items():
         option, _, part = name.partition(".")
         value = (config.additional_config or {}).get(option)
         if part:
             value = (value or {}).get(part)
-        yield bool(value) and value != "auto", Refusal("--additional-config", name, why, out)
+        yield bool(value) and value != "auto", Refusal("--additional-config", name, why)
     for name, why in VARIABLES.items():
         yield os.environ.get(name) in _ON, Refusal(name, 1, why, "unset it")
     # vllm-ascend takes rank * (experts here) as a rank's first expert. For uneven shares that is wrong: ranks got the

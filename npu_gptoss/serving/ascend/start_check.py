@@ -8,7 +8,6 @@ wrong without an error.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from npu_gptoss.kernels import SelectedKernel, select_kernel
 from npu_gptoss.model import device_memory
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, ROUTE, experts_call, route_call
 from npu_gptoss.nominal import kind_of
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.releases.ascend import mc2_rows
 from npu_gptoss.serving.releases.vllm import expert_share
 from npu_gptoss.verify.compare import Result
@@ -33,8 +33,6 @@ from npu_gptoss.verify.self_test.attention import BLOCK, HEAD_DIM
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 REPEATS = 3
 

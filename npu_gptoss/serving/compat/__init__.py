@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,12 @@ from typing import Literal
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.ascend.limits import installed, version_objection
 from npu_gptoss.serving.compat.patch import Mismatch, Patch, all_or_nothing, repairs_of, when_imported
 from npu_gptoss.serving.releases import installed_vllm, release_of
 
 __all__ = ["Patch", "PatchError", "PatchStatus", "apply", "patches", "patches_here", "require_essential", "status"]
-
-logger = logging.getLogger("vllm.npu_gptoss")  # so that vLLM's handlers and --log-config apply
 
 
 class PatchError(InputError):

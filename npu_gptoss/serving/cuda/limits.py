@@ -25,7 +25,7 @@ TRANSFERS, PARAMETERS_ONLY = ("nccl", "ipc", "nccl_m2n"), ("sparse_nccl", "shard
 
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     """Yields each refusal, with True if this configuration asks for the setting."""
-    parallel, model, offload, out = config.parallel_config, config.model_config, config.offload_config, "leave it out"
+    parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
     positions = model.hf_config.max_position_embeddings  # rows of the table of rotary angles
     mxfp4, wish = bool(getattr(model.hf_config, "quantization_config", None)), envs.get(VARIABLE)
     pipeline, contexts = parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size
@@ -40,20 +40,18 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield wish != AUTO and mxfp4 != (wish == PACKED), Refusal(VARIABLE, wish, why, "unset it")
     why, remedy = "the ranks of --tensor-parallel-size share the experts", "leave out this or --data-parallel-size"
     yield experts and parallel.data_parallel_size > 1, Refusal("--enable-expert-parallel", None, why, remedy)
-    why = "each GPU keeps the whole context"
-    yield contexts > 1, Refusal("--prefill-context-parallel-size", contexts, why, out)
+    yield contexts > 1, Refusal("--prefill-context-parallel-size", contexts, "each GPU keeps the whole context")
     why = f"the checkpoint has {positions} positions"
     yield length > positions, Refusal("--max-model-len", length, why, "ask for no more")
-    yield parallel.ubatch_size > 1, Refusal("--ubatch-size", parallel.ubatch_size, "steps cannot be halved", out)
+    yield parallel.ubatch_size > 1, Refusal("--ubatch-size", parallel.ubatch_size, "steps cannot be halved")
     why = "the weights stay on the GPU"
-    yield offload.uva.cpu_offload_gb > 0, Refusal("--cpu-offload-gb", offload.uva.cpu_offload_gb, why, out)
+    yield offload.uva.cpu_offload_gb > 0, Refusal("--cpu-offload-gb", offload.uva.cpu_offload_gb, why)
     group = offload.prefetch.offload_group_size
-    yield group > 0, Refusal("--offload-group-size", group, why, out)
+    yield group > 0, Refusal("--offload-group-size", group, why)
     sender = getattr(config.weight_transfer_config, "backend", None)
     why, remedy = "it writes to vLLM's own parameters", f"use the backend {' or '.join(TRANSFERS)}"
     yield sender in PARAMETERS_ONLY, Refusal("--weight-transfer-config", sender, why, remedy)
-    why = "prompts are text or token ids"
-    yield model.enable_prompt_embeds, Refusal("--enable-prompt-embeds", None, why, out)
+    yield model.enable_prompt_embeds, Refusal("--enable-prompt-embeds", None, "prompts are text or token ids")
     why = "the model is written for the second model runner"
     first = os.environ.get(RUNNER) == "0"  # vLLM also chooses the first runner for --enable-dbo and some drafters
     yield first and not config.use_v2_model_runner, Refusal(RUNNER, 0, why, "unset it")
@@ -61,16 +59,16 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield os.environ.get(BREAKABLE) == "0", Refusal(BREAKABLE, 0, why, "unset it")
     if batch_invariant():
         why = "it was shown for one GPU and one row a request"
-        yield parallel.tensor_parallel_size > 1, Refusal(INVARIANT, 1, why, "leave out --tensor-parallel-size")
-        yield config.speculative_config is not None, Refusal(INVARIANT, 1, why, "leave out --speculative-config")
-        yield config.lora_config is not None, Refusal(INVARIANT, 1, why, "leave out --enable-lora")
+        wrong = parallel.tensor_parallel_size > 1 or bool(config.speculative_config or config.lora_config)
+        remedy = "leave out --tensor-parallel-size, --speculative-config and --enable-lora"
+        yield wrong, Refusal(INVARIANT, 1, why, remedy)
     if (lora := config.lora_config) is not None:
         ranks, targets = parallel.tensor_parallel_size, lora.target_modules
         why = "adapters are not cut for several GPUs"
         yield ranks > 1, Refusal("--enable-lora", None, why, "leave out --tensor-parallel-size")
-        yield bool(targets), Refusal("--lora-target-modules", " ".join(targets or ()), "an adapter counts whole", out)
+        yield bool(targets), Refusal("--lora-target-modules", " ".join(targets or ()), "an adapter counts whole")
         why = "each expert has its own factors"
-        yield lora.enable_moe_shared_loras, Refusal("--enable-moe-shared-loras", None, why, out)
+        yield lora.enable_moe_shared_loras, Refusal("--enable-moe-shared-loras", None, why)
 
 
 def batch_invariant() -> bool:

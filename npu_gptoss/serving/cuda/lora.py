@@ -10,7 +10,6 @@ A step in which no request has an adapter runs the model's own kernels, in graph
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from npu_gptoss.convert.lora import factors, open_adapter
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.model.adapters import Adapters, Factors
 from npu_gptoss.model.layout import expected_tensors
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.patch import replace as put
 from npu_gptoss.serving.releases.vllm import (
     AdapterLRUCache,
@@ -35,7 +35,6 @@ from npu_gptoss.serving.releases.vllm import (
     lora_model_runner_mixin,
 )
 
-logger = logging.getLogger("vllm.npu_gptoss")
 MODULE = "adapters"  # the only one that vLLM's managers see
 
 

@@ -7,7 +7,6 @@ rows write no key, read no expert and come out of attention as zeros.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from npu_gptoss.model.update import WeightUpdate
 from npu_gptoss.model.values import checked_values
 from npu_gptoss.model.warm_up import Reach, warm_up
 from npu_gptoss.model.weights import named_tensors
-from npu_gptoss.serving import limits
+from npu_gptoss.serving import limits, logger
 from npu_gptoss.serving.cuda import invariant
 from npu_gptoss.serving.cuda.cache import LayerCache, SinkBackend, Slots
 from npu_gptoss.serving.cuda.limits import batch_invariant
@@ -42,8 +41,6 @@ from npu_gptoss.serving.releases.vllm import (
     get_forward_context,
     maybe_transfer_kv_layer,
 )
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 
 @eager_break_during_capture

@@ -6,14 +6,12 @@ vLLM's own warm-up steps have few shapes; without ours, first requests waited fo
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
 from npu_gptoss.model.warm_up import Reach
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.releases.vllm import CUDAGraphMode, JitWarmupRegistry, VllmConfig, VllmJitKernel
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 
 class WarmUp(VllmJitKernel[Reach]):

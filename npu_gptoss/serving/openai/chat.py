@@ -10,10 +10,12 @@ from typing import Any
 
 from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece
+from npu_gptoss.serving.compat.server.shutdown import engine_ended
 from npu_gptoss.serving.openai import intake
-from npu_gptoss.serving.openai.engine import Started, encoder_of, start, use
-from npu_gptoss.serving.openai.errors import engine_ended, failure, log_failure, of_the_request, refusal
+from npu_gptoss.serving.openai.engine import Started, encoder_of, facts_of, start, use
+from npu_gptoss.serving.openai.errors import failure, log_failure, of_the_request, printing, refusal
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.releases import vllm as names
 
 
 async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -24,22 +26,29 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return unknown
     body = intake.body_of(raw_request)
     plain = None if body is None else request
+    name = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
     try:
-        wanted = chat.read(body or request.model_dump(exclude_unset=True), release().defaults(self))
-        intake.warn(raw_request, wanted.asked.warnings)
-        name = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
-        started = await start(self, wanted.asked, name, raw_request, plain, stream=wanted.stream)
-        answer = chat.Answer(wanted, await _facts(started, wanted), started.turn)
+        started, answer = await _begin(self, body or request.model_dump(exclude_unset=True), name, raw_request, plain)
     except of_the_request() as error:
         return refusal(error)
-    if wanted.stream:
+    if answer.request.stream:
         return answer.stream(started.outputs, started.step, functools.partial(_last_lines, answer, raw_request))
     try:
         found = await answer.whole(started.outputs, started.step)
     except engine_ended() as error:  # vLLM answers it with 500
         return failure(error)
-    use(raw_request, found["usage"])
-    return answer_object(release().ChatCompletionResponse, found, raw_request)
+    use(raw_request, answer.counts)
+    return answer_object(names.ChatCompletionResponse, found, raw_request)
+
+
+async def _begin(
+    self: Any, body: Mapping[str, Any], name: str, raw_request: Any, plain: Any = None
+) -> tuple[Started, chat.Answer]:
+    """Reads a chat and gives it to the engine. Raises an exception of `of_the_request` if it cannot be served."""
+    wanted = chat.read(body, release().defaults(self))
+    intake.warn(raw_request, wanted.asked.warnings)
+    started = await start(self, wanted.asked, name, raw_request, plain, stream=wanted.stream)
+    return started, chat.Answer(wanted, await _facts(started, wanted), started.turn)
 
 
 async def create_batch(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -48,27 +57,25 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
         return await original(self, request, raw_request)
     if (unknown := await self._check_model(request)) is not None:
         return unknown
-    body = request.model_dump(exclude_unset=True)
+    body = request.model_dump(exclude_unset=True) | {"stream": False}
     base = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
     try:
-        wanted = [chat.read(body | {"messages": messages}, release().defaults(self)) for messages in body["messages"]]
-        started = [
-            await start(self, one.asked, f"{base}_{number}", raw_request, stream=False)
-            for number, one in enumerate(wanted)
+        begun = [
+            await _begin(self, body | {"messages": messages}, f"{base}_{number}", raw_request)
+            for number, messages in enumerate(body["messages"])
         ]
-        answers = [chat.Answer(one, await _facts(run, one), run.turn) for one, run in zip(wanted, started, strict=True)]
     except of_the_request() as error:
         return refusal(error)
     try:
-        found = await asyncio.gather(*(a.whole(run.outputs, run.step) for a, run in zip(answers, started, strict=True)))
+        found = await asyncio.gather(*(answer.whole(started.outputs, started.step) for started, answer in begun))
     except engine_ended() as error:
         return failure(error)
     whole = {**found[0], "id": base, "choices": [c for one in found for c in one["choices"]]}
     whole["choices"] = [choice | {"index": index} for index, choice in enumerate(whole["choices"])]
-    names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    whole["usage"] = found[0]["usage"] | {name: sum(one["usage"][name] for one in found) for name in names}
-    use(raw_request, whole["usage"])
-    return answer_object(release().ChatCompletionResponse, whole, raw_request)
+    counts = {name: sum(answer.counts[name] for _, answer in begun) for name in begun[0][1].counts}
+    whole["usage"] = found[0]["usage"] | counts
+    use(raw_request, counts)
+    return answer_object(names.ChatCompletionResponse, whole, raw_request)
 
 
 async def tokenize(serving: Any, body: Mapping[str, Any]) -> Any:
@@ -89,30 +96,12 @@ async def tokenize(serving: Any, body: Mapping[str, Any]) -> Any:
 
 def answer_object(base: type, body: Mapping[str, Any], raw_request: Any) -> Any:
     """Wraps `body` as vLLM's answer; without a raw request (`vllm run-batch`) vLLM's class validates it."""
-    return base.model_validate(body) if raw_request is None else answer_class(base).of(body)
-
-
-@functools.cache
-def answer_class(base: type) -> type:
-    """Returns a subclass of vLLM's answer that prints the front end's JSON."""
-
-    class Answered(base):
-        @classmethod
-        def of(cls, body: Mapping[str, Any]) -> Any:
-            made = cls.model_construct(**{name: body[name] for name in ("id", "status") if name in body})
-            made.__dict__["json"] = dict(body)
-            return made
-
-        def model_dump(self, **_: Any) -> dict[str, Any]:
-            own = {"status": self.status} if "status" in self.__dict__["json"] else {}
-            return self.__dict__["json"] | own
-
-    return Answered
+    return base.model_validate(body) if raw_request is None else printing(base).of(body, id=body["id"])
 
 
 def _last_lines(answer: chat.Answer, raw_request: Any, error: Exception | None) -> Iterator[str]:
     if error is None:
-        use(raw_request, answer.usage())
+        use(raw_request, answer.counts)
     else:
         log_failure("a streamed chat failed", error)
         yield f"data: {json.dumps(failure(error).model_dump())}\n\n"
@@ -136,36 +125,11 @@ async def _facts(started: Started, wanted: chat.Request) -> chat.Facts:
             **({"logprob_token_ids": ids} if (ids := getattr(plain, "logprob_token_ids", None)) else {}),
         ).model_dump()
 
-    return chat.Facts(
-        id=started.name,
-        model=started.model,
-        prompt_tokens=len(started.prompt),
+    return facts_of(
+        chat.Facts,
+        started,
         role=self.response_role,
         fingerprint=getattr(self, "system_fingerprint", None),
-        cached_details=self.enable_prompt_tokens_details,
         prompt=prompt,
         logprobs=logprobs if plain.logprobs else None,
-        log=output_logger(self, started.name, wanted.stream),
     )
-
-
-def output_logger(self: Any, name: str, streamed: bool) -> Callable[..., None] | None:
-    """Returns a function that logs an answer's text (`--enable-log-outputs`); None if the option is off."""
-    if not (self.enable_log_outputs and self.request_logger):
-        return None
-    deltas = getattr(self, "enable_log_deltas", True)
-
-    def log(text: str, tokens: Sequence[int] | None, finish: str | None) -> None:
-        is_delta = tokens is not None
-        if is_delta and not (deltas and text):
-            return
-        self.request_logger.log_outputs(
-            request_id=name,
-            outputs=text,
-            output_token_ids=list(tokens) if is_delta else None,
-            finish_reason=finish if is_delta or not streamed else "streaming_complete",
-            is_streaming=streamed,
-            delta=is_delta,
-        )
-
-    return log

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.request import Asked
+from npu_gptoss.frontend.sample import Facts
 from npu_gptoss.frontend.turn import Turn
 from npu_gptoss.harmony.encoding import Encoder, load_encoder
-from npu_gptoss.serving.admission.refusal import Refusal
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.tokenizer_file import checkpoint_directory
 from npu_gptoss.tokenizer import chat_template
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 IN_THE_LOOP = 20_000  # characters, about 10 ms; a thread encodes a longer conversation
 PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's classes
@@ -127,17 +126,19 @@ async def start(
     """
     here = release()
     if plain is None:
-        plain = here.ChatCompletionRequest.model_validate(asked.sampling | {"messages": PLACEHOLDER, "stream": stream})
+        plain = names.ChatCompletionRequest.model_validate(asked.sampling | {"messages": PLACEHOLDER, "stream": stream})
     here.preflight(serving, plain.n or 1)
     prompt = here.reused_prompt(serving, plain) or await prompt_of(serving, asked)
     params = here.sampling(serving, plain, len(prompt))
-    await check_structure(serving, asked, asked.structure.fields)
-    keywords = here.hold(serving, params, asked, asked.structure.fields)
+    fields, param = asked.structure.fields, asked.structure.param or "tools"
+    if fields:
+        await structures.check(serving.engine_client, fields, param)
+    keywords = here.hold(serving, params, asked, fields)
     if keywords:  # vLLM frames the structure, which makes another one
-        await check_structure(serving, asked, structures.structure_of(params.structured_outputs))
+        await structures.check(serving.engine_client, structures.structure_of(params.structured_outputs), param)
     _make_deltas(params, asked, plain)
     if raw_request is not None:
-        raw_request.state.request_metadata = here.RequestResponseMetadata(request_id=name)
+        raw_request.state.request_metadata = names.RequestResponseMetadata(request_id=name)
     keywords |= here.scheduling(serving, plain, raw_request)
     outputs = await here.generate(serving, plain, raw_request, name, prompt, params, **keywords)
     model = serving.models.model_name(serving._maybe_get_adapters(plain))
@@ -153,21 +154,42 @@ def _make_deltas(params: Any, asked: Asked, plain: Any) -> None:
         params.detokenize = False  # vLLM's text is not used
 
 
-async def check_structure(serving: Any, asked: Asked, fields: Any) -> None:
-    """Compiles a structure in a process with limits, before the engine receives it. Raises Refusal."""
-    if not fields:
-        return
-    config = serving.engine_client.vllm_config
-    verdict = await structures.checked(config, getattr(serving.engine_client, "tokenizer", None)).verdict(dict(fields))
-    if verdict.error is not None:
-        param = asked.structure.param or "tools"
-        status = 400 if verdict.lasting else 503
-        raise Refusal(f"{param}: this cannot be compiled for structured output: {verdict.error}.", param, status)
-
-
-def use(raw_request: Any, usage: dict[str, Any]) -> None:
-    """Reports the request's token usage to vLLM's middleware."""
+def use(raw_request: Any, counts: Mapping[str, int]) -> None:
+    """Reports the request's token counts to vLLM's middleware."""
     metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
     if metadata is not None:
-        fields = ("prompt_tokens", "completion_tokens", "total_tokens")
-        metadata.final_usage_info = release().UsageInfo(**{name: usage[name] for name in fields})
+        metadata.final_usage_info = names.UsageInfo(**counts)
+
+
+def facts_of(kind: type[Facts], started: Started, **more: Any) -> Any:
+    """Makes the facts of an API's answer. more: its fields besides those of every API."""
+    return kind(
+        id=started.name,
+        model=started.model,
+        prompt_tokens=len(started.prompt),
+        cached_details=started.serving.enable_prompt_tokens_details,
+        log=output_logger(started.serving, started.name, not started.whole),
+        **more,
+    )
+
+
+def output_logger(self: Any, name: str, streamed: bool) -> Callable[..., None] | None:
+    """Returns a function that logs an answer's text (`--enable-log-outputs`); None if the option is off."""
+    if not (self.enable_log_outputs and self.request_logger):
+        return None
+    deltas = getattr(self, "enable_log_deltas", True)
+
+    def log(text: str, tokens: Sequence[int] | None, finish: str | None) -> None:
+        is_delta = tokens is not None
+        if is_delta and not (deltas and text):
+            return
+        self.request_logger.log_outputs(
+            request_id=name,
+            outputs=text,
+            output_token_ids=list(tokens) if is_delta else None,
+            finish_reason=finish if is_delta or not streamed else "streaming_complete",
+            is_streaming=streamed,
+            delta=is_delta,
+        )
+
+    return log

@@ -7,7 +7,6 @@ release, or for /v1/messages Anthropic's, which vLLM's route builds from the typ
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -15,10 +14,11 @@ from typing import Any
 
 from npu_gptoss.frontend.chat import PASSED
 from npu_gptoss.harmony.encoding import ContextError
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
+from npu_gptoss.serving.compat.server.shutdown import is_final
 from npu_gptoss.serving.openai.release import release
-
-logger = logging.getLogger("vllm.npu_gptoss")
+from npu_gptoss.serving.releases import vllm as names
 
 CONTEXT_CODE = "context_length_exceeded"  # clients shorten the conversation when they see it
 
@@ -29,27 +29,32 @@ def of_the_request() -> tuple[type[Exception], ...]:
 
 
 @functools.cache
-def _refused_class(base: type) -> type:
-    class Refused(base):
-        """An ErrorResponse that prints our JSON."""
+def printing(base: type) -> type:
+    """Returns a subclass of vLLM's answer that prints the front end's JSON."""
+
+    class Answered(base):
+        @classmethod
+        def of(cls, body: Mapping[str, Any], **attributes: Any) -> Any:
+            """attributes: those that vLLM's routes read."""
+            made = cls.model_construct(**attributes)
+            made.__dict__["json"] = dict(body)
+            return made
 
         def model_dump(self, **_: Any) -> dict[str, Any]:
-            return {"error": self.__dict__["json"]}
+            own = {"status": self.status} if "status" in self.__dict__["json"] else {}
+            return self.__dict__["json"] | own
 
-    Refused.model_config = {**base.model_config, "extra": "allow"}
-    return Refused
+    return Answered
 
 
 def refused(
     message: str, param: str | None = None, status: int = 400, kind: str | None = None, code: Any = None
 ) -> Any:
     """Returns vLLM's ErrorResponse. code: OpenAI's code for the mistake, if it has one; kind: the type."""
-    classes = release()
     kind = kind or ("BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase)
-    info = classes.ErrorInfo(message=message, type=kind, param=param, code=int(status))
-    answer = _refused_class(classes.ErrorResponse).model_construct(error=info)
-    answer.__dict__["json"] = {"message": message, "type": kind, "param": param, "code": code or int(status)}
-    return answer
+    info = names.ErrorInfo(message=message, type=kind, param=param, code=int(status))
+    body = {"message": message, "type": kind, "param": param, "code": code or int(status)}
+    return printing(names.ErrorResponse).of({"error": body}, error=info)
 
 
 def refusal(error: Exception) -> Any:
@@ -73,16 +78,9 @@ def _field(message: str) -> str | None:
     return name if name in PASSED else None
 
 
-def engine_ended() -> type[Exception]:
-    """Returns the exception that requests get when the engine or the server ends."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return EngineDeadError
-
-
 def failure(error: Exception) -> Any:
     """Returns the error that ends a begun answer: the client's mistake, the engine's end, or a fault of ours."""
-    if isinstance(error, engine_ended()):
+    if is_final(error):
         return refused(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
     if isinstance(error, of_the_request()):
         return refusal(error)
@@ -132,5 +130,4 @@ def _spelled(path: Sequence[Any]) -> str:
 
 def log_failure(what: str, error: Exception) -> None:
     """Logs a failure, without traceback if the engine ended: that is logged once and ends every request."""
-    ended = isinstance(error, engine_ended())
-    logger.error("%s: %s", what, error, exc_info=None if ended else error)
+    logger.error("%s: %s", what, error, exc_info=None if is_final(error) else error)

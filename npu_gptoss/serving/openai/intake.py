@@ -9,7 +9,7 @@ a header of the answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from npu_gptoss.frontend import chat, messages
@@ -19,12 +19,10 @@ from npu_gptoss.harmony.encoding import ContextError, check_characters
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.admission.keys import route_path
 from npu_gptoss.serving.admission.middleware import PARSED, replayed
+from npu_gptoss.serving.admission.refusal import Message, Receive, Send
 from npu_gptoss.serving.openai.engine import PLACEHOLDER
 
 Json = dict[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 BODY, WARNINGS = "npu_gptoss.body", "npu_gptoss.warnings"  # keys in a request's scope
 WARNING_HEADER = b"x-npu-gptoss-warning"

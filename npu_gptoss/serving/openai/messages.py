@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from npu_gptoss.frontend import messages
+from npu_gptoss.harmony.encoding import ContextError
 from npu_gptoss.serving.openai import intake
-from npu_gptoss.serving.openai.chat import output_logger
-from npu_gptoss.serving.openai.engine import Started, encoder_of, start, use
+from npu_gptoss.serving.openai.engine import encoder_of, facts_of, start, use
 from npu_gptoss.serving.openai.errors import failure, log_failure, refused
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.releases import vllm as names
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,7 +33,7 @@ async def _answered(serving: Any, body: Mapping[str, Any], raw_request: Any) -> 
         intake.warn(raw_request, wanted.asked.warnings)
         name = f"msg_{serving._base_request_id(raw_request, body.get('request_id'))}"
         started = await start(serving, wanted.asked, name, raw_request, stream=wanted.stream)
-        answer = messages.Answer(wanted, _facts(started, wanted), started.turn)
+        answer = messages.Answer(wanted, facts_of(messages.Facts, started), started.turn)
         if wanted.stream:
             return answer.stream(started.outputs, started.step, functools.partial(_last_event, answer, raw_request))
         answered = await answer.whole(started.outputs, started.step)
@@ -62,17 +63,6 @@ async def _unknown(serving: Any, body: Mapping[str, Any]) -> Any:
     return None if unknown is None else _refused(unknown.error.message, unknown.error.code)
 
 
-def _facts(started: Started, wanted: messages.Request) -> messages.Facts:
-    serving = started.serving
-    return messages.Facts(
-        id=started.name,
-        model=started.model,
-        prompt_tokens=len(started.prompt),
-        cached_details=serving.enable_prompt_tokens_details,
-        log=output_logger(serving, started.name, wanted.stream),
-    )
-
-
 def _last_event(answer: messages.Answer, raw_request: Any, error: Exception | None) -> Iterator[str]:
     if error is None:
         use(raw_request, answer.counts)
@@ -87,7 +77,7 @@ def _failed(error: Exception) -> Any:
     known = failure(error).error
     if known.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         log_failure("a message failed", error)
-    return _refused(known.message, known.code)
+    return _refused(messages.context_words(error) if isinstance(error, ContextError) else known.message, known.code)
 
 
 def _refused(message: str, status: int) -> Any:
@@ -101,8 +91,6 @@ def add_routes(app: FastAPI) -> None:
     from fastapi.routing import APIRoute
     from starlette.routing import Match
 
-    here = release()
-
     class OurRoute(APIRoute):
         def matches(self, scope: Any) -> Any:
             ours = intake.is_ours(getattr(scope["app"].state, "openai_serving_chat", None))
@@ -114,23 +102,23 @@ def add_routes(app: FastAPI) -> None:
         answered = await made(serving, request if body is None else body, raw_request)
         if isinstance(answered, Mapping):
             return JSONResponse(answered)
-        if isinstance(answered, here.ErrorResponse):
+        if isinstance(answered, names.ErrorResponse):
             error = answered.error
             return JSONResponse(messages.error_body(error.message, error.code), status_code=error.code)
         return StreamingResponse(answered, media_type="text/event-stream")
 
     # `request` makes FastAPI read the body, which `with_cancellation` needs
-    @here.with_cancellation
-    @here.load_aware_call
+    @names.with_cancellation
+    @names.load_aware_call
     async def answer(request: dict[str, Any], raw_request: Request) -> Any:
         return await respond(_answered, request, raw_request)
 
-    @here.with_cancellation
-    @here.load_aware_call
+    @names.with_cancellation
+    @names.load_aware_call
     async def count(request: dict[str, Any], raw_request: Request) -> Any:
         return await respond(_counted, request, raw_request)
 
     for path, endpoint in ((intake.MESSAGES, answer), (intake.COUNT, count)):
-        guards = [Depends(here.validate_json_request)]
+        guards = [Depends(names.validate_json_request)]
         route = OurRoute(path, endpoint, methods=["POST"], dependencies=guards, response_model=None)
         app.router.routes.insert(0, route)

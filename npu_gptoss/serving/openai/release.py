@@ -1,43 +1,25 @@
 """How the handlers reach vLLM's engine, by release: `release()` is the object for this process's vLLM.
 
-Each class holds what its release does differently from the one before. vLLM's own names are attributes of it.
+Each class holds what its release does differently from the one before.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from npu_gptoss.frontend import messages
 from npu_gptoss.frontend.request import Asked, Defaults
 from npu_gptoss.serving.releases import here
-
-_ENTRY = "vllm.entrypoints"
-_CHAT = f"{_ENTRY}.openai.chat_completion.protocol"
-_COMMON = "ErrorInfo ErrorResponse UsageInfo"
+from npu_gptoss.serving.releases import vllm as names
 
 
 class Release:
     """vLLM 0.11.0, and the signatures of the others."""
 
-    modules: ClassVar[Mapping[str, str]] = {
-        f"{_ENTRY}.openai.protocol": (
-            f"ChatCompletionRequest ChatCompletionResponse ResponsesResponse RequestResponseMetadata {_COMMON}"
-        ),
-        f"{_ENTRY}.openai.api_server": "validate_json_request",
-        f"{_ENTRY}.utils": "get_max_tokens load_aware_call with_cancellation",
-        "vllm.sampling_params": "StructuredOutputsParams",
-    }
     client_errors: tuple[type[Exception], ...] = ()  # besides Python's
-
-    def __getattr__(self, name: str) -> Any:
-        module = next((module for module, names in self.modules.items() if name in names.split()), None)
-        if module is None:
-            raise AttributeError(name)
-        return getattr(importlib.import_module(module), name)
 
     def max_model_len(self, serving: Any) -> int:
         return serving.max_model_len
@@ -71,43 +53,32 @@ class Release:
     def sampling(self, serving: Any, request: Any, prompt_tokens: int) -> Any:
         """Returns SamplingParams of a chat request without messages, tools and structure."""
         defaults = serving.default_sampling_params or {}
-        most = self.get_max_tokens(serving.max_model_len, request, prompt_tokens, defaults)
+        most = names.get_max_tokens(serving.max_model_len, request, prompt_tokens, defaults)
         return request.to_sampling_params(most, serving.model_config.logits_processor_pattern, defaults)
 
     def hold(self, serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Constrains the answer to a structure. Returns keywords of `generate`."""
         if fields:
-            params.structured_outputs = self.StructuredOutputsParams(**fields)
+            params.structured_outputs = names.StructuredOutputsParams(**fields)
         return {}
 
     def scheduling(self, serving: Any, request: Any, raw_request: Any) -> dict[str, Any]:
         """Returns keywords of `generate` by which the engine schedules."""
         return {"priority": request.priority}
 
+    def inputs(self, prompt: list[int], cache_salt: str | None) -> Any:
+        """Returns the engine's form of a prompt."""
+        from vllm.inputs.data import TokensPrompt
+
+        inputs = TokensPrompt(prompt_token_ids=prompt)
+        return inputs if cache_salt is None else inputs | {"cache_salt": cache_salt}
+
     async def generate(
         self, serving: Any, request: Any, raw_request: Any, name: str, prompt: list[int], params: Any, **more: Any
     ) -> AsyncGenerator[Any, None]:
         """Starts a request of the engine. `request`: as for `sampling`."""
-        from vllm.inputs.data import TokensPrompt
-
-        inputs = TokensPrompt(prompt_token_ids=prompt)
-        if request.cache_salt is not None:
-            inputs["cache_salt"] = request.cache_salt
-        return await self._generate(serving, request, raw_request, name, prompt, inputs, params, **more)
-
-    async def _generate(
-        self,
-        serving: Any,
-        request: Any,
-        raw_request: Any,
-        name: str,
-        log: Any,
-        inputs: Any,
-        params: Any,
-        **more: Any,
-    ) -> AsyncGenerator[Any, None]:
-        lora = serving._maybe_get_adapters(request)
-        serving._log_inputs(name, log, params=params, lora_request=lora)
+        inputs, lora = self.inputs(prompt, request.cache_salt), serving._maybe_get_adapters(request)
+        serving._log_inputs(name, prompt, params=params, lora_request=lora)
         trace = None if raw_request is None else await serving._get_trace_headers(raw_request.headers)
         return serving.engine_client.generate(inputs, params, name, lora_request=lora, trace_headers=trace, **more)
 
@@ -120,19 +91,11 @@ class Release:
 
     def about_answer(self, serving: Any, request: Any, output: Any, tokens: int) -> dict[str, Any]:
         """Returns answer fields from the engine, from the last RequestOutput. tokens: total generated."""
-        names = ("kv_transfer_params", "ec_transfer_params")
-        return {name: value for name in names if (value := getattr(output, name, None)) is not None}
+        fields = ("kv_transfer_params", "ec_transfer_params")
+        return {name: value for name in fields if (value := getattr(output, name, None)) is not None}
 
 
 class Release_0_23(Release):
-    modules: ClassVar = {
-        _CHAT: "ChatCompletionRequest ChatCompletionResponse",
-        f"{_ENTRY}.openai.responses.protocol": "ResponsesResponse",
-        f"{_ENTRY}.openai.engine.protocol": f"RequestResponseMetadata {_COMMON}",
-        f"{_ENTRY}.serve.utils.api_utils": "get_max_tokens load_aware_call validate_json_request with_cancellation",
-        "vllm.sampling_params": "StructuredOutputsParams",
-    }
-
     def max_model_len(self, serving: Any) -> int:
         return serving.model_config.max_model_len
 
@@ -144,7 +107,7 @@ class Release_0_23(Release):
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         limit, override = self.max_model_len(serving), getattr(serving, "override_max_tokens", None)
         return request.to_sampling_params(
-            self.get_max_tokens(limit, asked, prompt_tokens, defaults, override), defaults
+            names.get_max_tokens(limit, asked, prompt_tokens, defaults, override), defaults
         )
 
     def hold(self, serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,14 +115,14 @@ class Release_0_23(Release):
         super().hold(serving, params, asked, fields)
         return {"reasoning_ended": False} if fields else {}
 
-    async def generate(
-        self, serving: Any, request: Any, raw_request: Any, name: str, prompt: list[int], params: Any, **more: Any
-    ) -> AsyncGenerator[Any, None]:
+    def scheduling(self, serving: Any, request: Any, raw_request: Any) -> dict[str, Any]:
+        rank = serving._get_data_parallel_rank(raw_request)
+        return super().scheduling(serving, request, raw_request) | {"data_parallel_rank": rank}
+
+    def inputs(self, prompt: list[int], cache_salt: str | None) -> Any:
         from vllm.inputs import tokens_input
 
-        inputs = tokens_input(prompt, cache_salt=request.cache_salt)
-        more["data_parallel_rank"] = serving._get_data_parallel_rank(raw_request)
-        return await self._generate(serving, request, raw_request, name, inputs, inputs, params, **more)
+        return tokens_input(prompt, cache_salt=cache_salt)
 
     def raise_if_error(self, serving: Any, finish_reason: str | None, name: str) -> None:
         serving._raise_if_error(finish_reason, name)
@@ -168,12 +131,6 @@ class Release_0_23(Release):
 class Release_0_33(Release_0_23):
     """Its grammars begin with the turn, not with the answer: vLLM's own code puts harmony's framing around a structure,
     and requests forced calls in the model's own format."""
-
-    modules: ClassVar = Release_0_23.modules | {
-        f"{_ENTRY}.openai.engine.protocol": "",
-        f"{_ENTRY}.serve.engine.protocol": _COMMON,
-        f"{_ENTRY}.generate.base.protocol": "RequestResponseMetadata",
-    }
 
     @property
     def client_errors(self) -> tuple[type[Exception], ...]:
@@ -210,7 +167,7 @@ class Release_0_33(Release_0_23):
             chat |= {"tools": functions, "tool_choice": named, "parallel_tool_calls": tools.parallel}
         if len(chat) == 2:
             return {}
-        framed = self.ChatCompletionRequest.model_validate(chat)
+        framed = names.ChatCompletionRequest.model_validate(chat)
         renderer = serving.online_renderer
         parser = _framing()(renderer.renderer.get_tokenizer(), framed.tools, model_config=renderer.model_config)
         parser.adjust_request(framed)
@@ -218,7 +175,7 @@ class Release_0_33(Release_0_23):
         return {"reasoning_ended": True} if params.structured_outputs is not None else {}
 
     def scheduling(self, serving: Any, request: Any, raw_request: Any) -> dict[str, Any]:
-        return {
+        return super().scheduling(serving, request, raw_request) | {
             "priority": serving._get_priority(request, raw_request),
             "session_id": serving._get_session_id(request, raw_request),
         }

@@ -17,12 +17,19 @@ from typing import Any
 from npu_gptoss.frontend import responses
 from npu_gptoss.frontend.engine import Piece
 from npu_gptoss.frontend.response_items import Conversation
-from npu_gptoss.harmony.parser import Kind
+from npu_gptoss.serving.compat.server.shutdown import engine_ended
 from npu_gptoss.serving.openai import intake
-from npu_gptoss.serving.openai.chat import answer_class
-from npu_gptoss.serving.openai.engine import Started, start, use
-from npu_gptoss.serving.openai.errors import engine_ended, failure, log_failure, of_the_request, refusal, refused
+from npu_gptoss.serving.openai.engine import Started, facts_of, start, use
+from npu_gptoss.serving.openai.errors import (
+    failure,
+    log_failure,
+    of_the_request,
+    printing,
+    refusal,
+    refused,
+)
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.releases import vllm as names
 
 INVALID = "invalid_request_error"
 STORE_HINT = (
@@ -120,13 +127,12 @@ async def _facts(started: Started, wanted: responses.Request) -> responses.Facts
         )
         return [one.model_dump() for one in made]
 
-    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens")
-    return responses.Facts(
-        id=started.name,
-        model=started.model,
-        prompt_tokens=len(started.prompt),
+    sampled = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens")
+    return facts_of(
+        responses.Facts,
+        started,
         stored=wanted.store and self.enable_store,
-        sampled={name: getattr(started.params, name) for name in names},
+        sampled={name: getattr(started.params, name) for name in sampled},
         logprobs=logprobs if plain.logprobs else None,
     )
 
@@ -140,7 +146,7 @@ class _Work:
 
     async def whole(self) -> Any:
         body = await self.answer.whole(self.started.outputs, self.started.step)
-        self._use(False)
+        use(self.raw_request, self.answer.counts)
         return await self._keep(body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -148,7 +154,7 @@ class _Work:
             async with aclosing(self.answer.stream(self.started.outputs, self.started.step)) as events:
                 async for body in events:
                     if body["type"] in responses.LAST_EVENTS:
-                        self._use(True)
+                        use(self.raw_request, self.answer.counts)
                         await self._keep(body["response"])
                     yield Event(body)
         except Exception as error:
@@ -199,7 +205,7 @@ class _Work:
     async def _keep(self, body: Mapping[str, Any]) -> Any:
         """Stores the response, if requested, as an object of vLLM's class. A cancelled response stays cancelled."""
         serving = self.serving
-        response = answer_class(release().ResponsesResponse).of(body)
+        response = printing(names.ResponsesResponse).of(body, id=body["id"], status=body["status"])
         if not self.answer.facts.stored:
             return response
         async with serving.response_store_lock:
@@ -211,20 +217,3 @@ class _Work:
                 conversation: Conversation = self.answer.conversation()
                 serving.msg_store[self.id] = conversation
         return response
-
-    def _use(self, streamed: bool) -> None:
-        """Reports the response's usage to vLLM's middleware and the log."""
-        serving, usage = self.serving, self.answer.usage()
-        names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens", "total_tokens": "total_tokens"}
-        use(self.raw_request, {name: usage[own] for name, own in names.items()})
-        if not (serving.enable_log_outputs and serving.request_logger):
-            return
-        turn = self.answer.turn
-        serving.request_logger.log_outputs(
-            request_id=self.id,
-            outputs=turn.texts(Kind.ANSWER) or "".join(call.text for call in turn.calls),
-            output_token_ids=None,
-            finish_reason=self.answer.sample.finish,
-            is_streaming=streamed,
-            delta=False,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.releases.steps_0_11 import take
@@ -43,6 +44,7 @@ STAYED: dict[str, str] = {
     ),
     "vllm.platforms": "current_platform",
     "vllm.plugins": "load_general_plugins",
+    "vllm.sampling_params": "StructuredOutputsParams",
     "vllm.sequence": "IntermediateTensors",
     "vllm.triton_utils": "HAS_TRITON",
     "vllm.v1.core.sched.output": "NewRequestData",
@@ -52,8 +54,13 @@ STAYED: dict[str, str] = {
 MODULES = STAYED | {
     "vllm.attention": "Attention",
     "vllm.attention.backends.abstract": "AttentionBackend AttentionImpl AttentionLayer AttentionType",
-    "vllm.entrypoints.openai.api_server": "AuthenticationMiddleware",
-    f"{_LAYERS}.fused_moe.layer": "FusedMoEMethodBase",
+    "vllm.entrypoints.openai.api_server": "AuthenticationMiddleware validate_json_request",
+    "vllm.entrypoints.openai.protocol": (
+        "ChatCompletionRequest ChatCompletionResponse ErrorInfo ErrorResponse RequestResponseMetadata "
+        "ResponsesResponse UsageInfo"
+    ),
+    "vllm.entrypoints.utils": "get_max_tokens load_aware_call with_cancellation",
+    f"{_LAYERS}.fused_moe.layer": "FusedMoEMethodBase determine_expert_map",
     "vllm.utils": "kill_process_tree",
     "vllm.v1.attention.backends.utils": "AttentionMetadataBuilder CommonAttentionMetadata",
 }
@@ -139,26 +146,20 @@ def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
     """Returns vLLM's split of the experts: parts by width, and this rank's experts [first, end)."""
     from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-    from vllm.model_executor.layers.fused_moe.layer import determine_expert_map
 
-    cut = FusedMoEParallelConfig.make(
-        get_tensor_model_parallel_world_size(), get_dp_group().world_size, config.parallel_config
+    from npu_gptoss.serving.releases.vllm import determine_expert_map
+
+    make, parallel, ranks = FusedMoEParallelConfig.make, config.parallel_config, get_tensor_model_parallel_world_size()
+    sizes = {"tp_size_": ranks, "dp_size_": get_dp_group().world_size}
+    if "sp_size_" in inspect.signature(make).parameters:  # 0.23
+        sizes |= {"pcp_size_": 1, "sp_size_": ranks if parallel.use_sequence_parallel_moe else 1}
+    cut = make(**sizes, vllm_parallel_config=parallel)
+    # the map: local ids by global id, -1 elsewhere
+    count, expert_map, *_ = determine_expert_map(
+        cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts
     )
-    found = determine_expert_map(cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts)
-    return cut.tp_size, own_experts(*found)
-
-
-def own_experts(count: int, expert_map: torch.Tensor | None, *_: Any) -> tuple[int, int]:
-    """expert_map: local ids by global id, -1 elsewhere. Returns [first, end)."""
     first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
-    return first, first + count
-
-
-def request_classes() -> tuple[type, ...]:
-    """Returns vLLM's classes of requests that generate."""
-    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
-
-    return ChatCompletionRequest, CompletionRequest, ResponsesRequest
+    return cut.tp_size, (first, first + count)
 
 
 def take_out(processor: Any, state: Any) -> None:

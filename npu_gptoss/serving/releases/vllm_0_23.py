@@ -14,20 +14,21 @@ from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
     MXFP4_NAME,
     QUANTIZATIONS,
     STAYED,
-    own_experts,
+    expert_share,
     register_formats,
     yarn,
 )
 from npu_gptoss.serving.releases.vllm_0_33 import (  # noqa: F401
+    VALIDATION_ARGUMENTS,
     as_written,
     count_steps,
     counts_steps,
     load_tokenizer,
     profiler_options,
     registered_model,
-    request_classes,
     step_of,
     structure_key,
+    validate_structure,
 )
 
 if TYPE_CHECKING:
@@ -37,8 +38,15 @@ if TYPE_CHECKING:
 
 # Names that serving imports from vLLM, by module.
 MODULES = STAYED | {
+    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest ChatCompletionResponse",
+    "vllm.entrypoints.openai.engine.protocol": "ErrorInfo ErrorResponse RequestResponseMetadata UsageInfo",
+    "vllm.entrypoints.openai.responses.protocol": "ResponsesResponse",
+    "vllm.entrypoints.serve.utils.api_utils": (
+        "get_max_tokens load_aware_call validate_json_request with_cancellation"
+    ),
     "vllm.entrypoints.serve.utils.server_utils": "AuthenticationMiddleware",
     "vllm.model_executor.layers.attention": "Attention",
+    "vllm.model_executor.layers.fused_moe.expert_map_manager": "determine_expert_map",
     "vllm.model_executor.layers.fused_moe.fused_moe_method_base": "FusedMoEMethodBase",
     "vllm.utils.system_utils": "kill_process_tree",
     "vllm.v1.attention.backend": (
@@ -49,19 +57,6 @@ MODULES = STAYED | {
 
 DRAFTERS = ("ngram", "eagle3")  # methods of --speculative-config
 MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in vLLM's copy of config.json
-
-
-VALIDATION_ARGUMENTS = ("self", "structured_outputs_config", "tokenizer")
-
-
-def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
-    """Runs vLLM's validation of SamplingParams with a structure, which chooses the backend. Raises vLLM's errors."""
-    from vllm.sampling_params import SamplingParams
-
-    from npu_gptoss.serving.compat.patch import vllms_own
-
-    validate = vllms_own(SamplingParams, "_validate_structured_outputs")
-    validate(params, vllm_config.structured_outputs_config, tokenizer)
 
 
 def take_out(processor: Any, state: Any) -> None:
@@ -127,22 +122,3 @@ def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
         rope_parameters={"rope_theta": config.rope_theta} | yarn(config),
         dtype=dtype,
     )
-
-
-def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
-    """Returns vLLM's split of the experts: parts by width, and this rank's experts [first, end)."""
-    from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
-
-    parallel = config.parallel_config
-    ranks = get_tensor_model_parallel_world_size()
-    cut = FusedMoEParallelConfig.make(
-        tp_size_=ranks,
-        pcp_size_=1,
-        dp_size_=get_dp_group().world_size,
-        sp_size_=ranks if parallel.use_sequence_parallel_moe else 1,
-        vllm_parallel_config=parallel,
-    )
-    found = determine_expert_map(cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts)
-    return cut.tp_size, own_experts(*found)

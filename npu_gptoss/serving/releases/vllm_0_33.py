@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,14 @@ MODULES: dict[str, str] = {
         "get_dp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_world_group "
         "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
     ),
+    "vllm.entrypoints.generate.base.protocol": "RequestResponseMetadata",
+    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest ChatCompletionResponse",
+    "vllm.entrypoints.openai.responses.protocol": "ResponsesResponse",
+    "vllm.entrypoints.serve.engine.protocol": "ErrorInfo ErrorResponse UsageInfo",
     "vllm.entrypoints.serve.middleware.authenticate": "AuthenticationMiddleware",
+    "vllm.entrypoints.serve.utils.api_utils": (
+        "get_max_tokens load_aware_call validate_json_request with_cancellation"
+    ),
     "vllm.exceptions": "LoRAAdapterNotFoundError",
     "vllm.forward_context": "ForwardContext get_forward_context",
     "vllm.lora.lora_model": "LoRAModel",
@@ -43,6 +51,7 @@ MODULES: dict[str, str] = {
     "vllm.model_executor.warmup.jit_warmup": "JitWarmupRegistry VllmJitKernel",
     "vllm.platforms": "current_platform",
     "vllm.plugins": "load_general_plugins",
+    "vllm.sampling_params": "StructuredOutputsParams",
     "vllm.v1.attention.backend": (
         "AttentionBackend AttentionCGSupport AttentionMetadataBuilder CommonAttentionMetadata MultipleOf"
     ),
@@ -84,17 +93,6 @@ def register_formats() -> None:
     """Does nothing: vLLM passes the checkpoint's tensors on unchanged."""
 
 
-def request_classes() -> tuple[type, ...]:
-    """Returns vLLM's classes of requests that generate."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
-    chats = (ChatCompletionRequest, BatchChatCompletionRequest, AnthropicMessagesRequest)
-    return (*chats, CompletionRequest, ResponsesRequest)
-
-
 def unavailable(said: str) -> Exception:
     """Returns the exception that makes a route answer with status 503."""
     from vllm.exceptions import GracefulHTTPError
@@ -108,18 +106,19 @@ def load_tokenizer(model_config: Any) -> Any:
     return cached_tokenizer_from_config(model_config=model_config)
 
 
-VALIDATION_ARGUMENTS = ("self", "model_config", "structured_outputs_config", "tokenizer")
+VALIDATION_ARGUMENTS = ("self", "structured_outputs_config", "tokenizer")
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
     """Runs vLLM's validation of SamplingParams with a structure, which chooses the backend. Raises vLLM's errors."""
     from vllm.sampling_params import SamplingParams
 
-    from npu_gptoss.serving.compat.patch import stock
+    from npu_gptoss.serving.compat.patch import vllms_own
 
-    stock(SamplingParams._validate_structured_outputs)(
-        params, vllm_config.model_config, vllm_config.structured_outputs_config, tokenizer
-    )
+    validate = vllms_own(SamplingParams, "_validate_structured_outputs")
+    model = {"model_config": vllm_config.model_config}  # not in 0.23
+    known = model if "model_config" in inspect.signature(validate).parameters else {}
+    validate(params, **known, structured_outputs_config=vllm_config.structured_outputs_config, tokenizer=tokenizer)
 
 
 def structure_key(params: Any) -> tuple[Any, str]:

@@ -6,19 +6,19 @@ import functools
 from typing import Any
 
 from npu_gptoss.serving.releases import here
-from npu_gptoss.serving.releases.vllm import request_classes
+from npu_gptoss.serving.releases.vllm import ChatCompletionRequest
 
 LINE = here().name
 OLD = LINE == "0.11"
 # Files of this folder. The defects of the other files are gone in vLLM 0.33 (docs/upstream.md).
 ON_0_33 = (
-    *("test_admission.py", "test_compat.py", "test_forms.py", "test_grammars.py", "test_kernel_report.py"),
-    *("test_metadata.py", "test_row_widths.py", "test_scheduler.py", "test_structures.py"),
+    *("test_admission.py", "test_compat.py", "test_control_tokens.py", "test_forms.py", "test_grammars.py"),
+    *("test_kernel_report.py", "test_metadata.py", "test_row_widths.py", "test_scheduler.py", "test_structures.py"),
     *("test_restart.py", "test_start_ends.py"),
 )
 # Under vllm-ascend, in the environment of the emulated 910B's second stack.
 ON_0_23 = (
-    *("test_admission.py", "test_checkpoint.py", "test_compat.py", "test_ends.py"),
+    *("test_admission.py", "test_checkpoint.py", "test_compat.py", "test_control_tokens.py", "test_ends.py"),
     *("test_failed_requests_engine.py", "test_failed_requests_server.py", "test_forms.py", "test_grammars.py"),
     *("test_heartbeat.py", "test_kernel_report.py", "test_restart.py", "test_rows.py", "test_start_ends.py"),
     "test_structures.py",
@@ -26,16 +26,16 @@ ON_0_23 = (
 HERE = {"0.23": ON_0_23, "0.33": ON_0_33}.get(LINE)  # None: all files except those for newer releases only
 
 
-def _request_class(name: str) -> Any:
-    return next(cls for cls in request_classes() if cls.__name__ == name)
-
-
 def chat_class() -> Any:
-    return _request_class("ChatCompletionRequest")
+    return ChatCompletionRequest
 
 
 def completion_class() -> Any:
-    return _request_class("CompletionRequest")
+    if OLD:
+        from vllm.entrypoints.openai.protocol import CompletionRequest
+    else:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    return CompletionRequest
 
 
 @functools.cache

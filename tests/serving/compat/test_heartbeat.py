@@ -18,11 +18,11 @@ pytest.importorskip("vllm")
 
 from vllm.v1 import engine as vllm_engine
 from vllm.v1.engine import EngineCoreOutputs, core, core_client
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import heartbeat as pulse
+from npu_gptoss.serving.compat.server.admission import VllmServer
 from tests.serving.compat.of_release import OLD
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
@@ -116,22 +116,23 @@ def test_heartbeat_carries_the_age_of_a_step_and_the_cause_of_death(patched: Any
     assert heart.cause == "MemoryError: no room for\x1b[2J 7 pages"
 
 
-def test_health_fails_for_an_engine_that_does_not_answer(patched, monkeypatch):
+def test_health_fails_for_an_engine_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(pulse, "GRACE", 0.3)
     monkeypatch.setattr(pulse, "SILENCE", 0.1)
     heart = pulse.Pulse({})
     heart.set_result([0, 0.0, ""])
     llm = types.SimpleNamespace(errored=False, engine_core=types.SimpleNamespace(npu_gptoss_pulse=heart))
+    server = VllmServer(types.SimpleNamespace(engine_client=llm), False)
     time.sleep(0.2)
-    with patched("health"):
-        with pytest.raises(EngineDeadError, match="engine 0 has been silent"):  # vLLM's route answers 503
-            asyncio.run(AsyncLLM.check_health(llm))
+    with pytest.raises(Refusal, match="engine 0 has been silent") as refused:
+        asyncio.run(server.check_engine(waits=False))
+    assert refused.value.status == 503
 
-        async def late() -> None:
-            asyncio.get_running_loop().call_later(0.1, heart.set_result, [0, 0.0, ""])
-            await AsyncLLM.check_health(llm)
+    async def late() -> None:
+        asyncio.get_running_loop().call_later(0.1, heart.set_result, [0, 0.0, ""])
+        await server.check_engine(waits=False)
 
-        asyncio.run(late())  # the server itself was busy
+    asyncio.run(late())  # the server itself was busy
 
 
 ORPHAN = """

@@ -26,14 +26,17 @@ def imports(path: Path, without: frozenset[str] = frozenset()) -> list[tuple[str
 
     `without`: functions of the file that are left out.
     """
-    found = []
-    statements = ast.parse(path.read_text()).body
+    found, text = [], path.read_text()
+    as_names = "names" if f"from {releases.__name__} import vllm as names" in text else None
+    statements = ast.parse(text).body
     kept = [part for part in statements if not isinstance(part, ast.FunctionDef) or part.name not in without]
     for node in ast.walk(ast.Module(kept, [])):
         if isinstance(node, ast.ImportFrom):
             found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == as_names:
+            found.append((f"{releases.__name__}.vllm", node.attr))
     return found
 
 
@@ -70,6 +73,7 @@ def test_every_release_has_exactly_the_names_that_serving_uses(package):
 def test_the_release_for_nvidia_has_the_names_that_its_model_uses():
     shared = [SERVING / name for name in ("canary.py", "limits.py", "metrics.py", "registered.py")]
     shared += {Path(inspect.getfile(patch.install)) for patch in compat.patches() if "0.33" in patch.releases}
+    shared += [path for path in FILES if "openai" in path.parts]
     used = {name for path in shared for module, name in imports(path) if module == f"{releases.__name__}.vllm"}
     model = [path for path in FILES if "cuda" in path.parts]
     used |= {name for path in model for module, name in imports(path) if module.startswith(f"{releases.__name__}.vllm")}

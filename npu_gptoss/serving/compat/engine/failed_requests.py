@@ -15,7 +15,6 @@ at an invalid index. If the input thread dies, the engine ends at once and logs 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -23,11 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.errors import short
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.engine import request_checks as gate
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 REFUSED = "The engine refused this request: "  # the client's mistake
 FAILED = "The engine ended this request: "  # an error on our side

@@ -6,7 +6,6 @@ completion before a stream can begin; the front end reads chats, behind the last
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import traceback
@@ -21,20 +20,21 @@ from npu_gptoss.serving.admission.keys import KeyGuard, route_path
 from npu_gptoss.serving.admission.middleware import AdmissionMiddleware
 from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.admission.rules import Limits
-from npu_gptoss.serving.admission.structures import Structures
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.server import restart, structures
+from npu_gptoss.serving.compat.server import heartbeat, restart, structures
 from npu_gptoss.serving.compat.server.completions import as_chats_do
 from npu_gptoss.serving.compat.targets import API_SERVER, APP_ENTRY, BOTH
-from npu_gptoss.serving.releases.vllm import request_classes
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-# functions in which vLLM only reads a request: their exceptions are caused by the request, or by the installation
-READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harmony", "_preprocess_chat"} | {
-    *("adjust_harmony_request", "to_chat_completion_request", "_render_responses_with_harmony")  # of 0.33
+# functions that only read a request: their exceptions are caused by the request, or by the installation
+READS = {
+    *("request_body_to_args", "model_validate"),  # FastAPI's and pydantic's, with vLLM's validators
+    *("to_sampling_params", "to_beam_search_params", "_make_request_with_harmony", "_preprocess_chat"),
+    *("adjust_harmony_request", "to_chat_completion_request", "_render_responses_with_harmony"),  # of 0.33
 }
+READERS = ("vllm", "fastapi", "pydantic")
 COMPLETIONS = "/v1/completions"
 UPSTREAM = "CVE-2026-48746, fixed in 0.22.0; CVE-2026-34756 and others one by one"
 UNTIL = "vLLM guards every route by its key and checks every field"
@@ -69,11 +69,8 @@ class VllmServer:
         for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED):  # so that rate() sees the first
             refusals().labels(str(int(status)))
         if not self._state.vllm_config.model_config.skip_tokenizer_init:
-            self._checked().bounded.start()
+            structures.checked(self._state.engine_client).bounded.start()
             report_template(self._state.vllm_config.model_config, self._template)
-
-    def _checked(self) -> Structures:
-        return structures.checked(self._state.vllm_config, getattr(self._state.engine_client, "tokenizer", None))
 
     def close(self) -> None:
         structures.close()
@@ -90,8 +87,12 @@ class VllmServer:
             raise Refusal(f"POST {route} is not available: the served model only generates text.")
 
     async def check_engine(self, *, waits: bool) -> None:
-        """waits: for an engine that is being started anew, up to a limit."""
-        await restart.check(getattr(self._state.engine_client, "engine_core", None), waits=waits)
+        """waits: for an engine that is being started anew, up to a limit; without, a silent engine is refused too."""
+        client = self._state.engine_client
+        core = getattr(client, "engine_core", None)
+        await restart.check(core, waits=waits)
+        if core is not None and not waits:
+            await heartbeat.check(client)
 
     async def limits(self) -> Limits:
         if self._limits is None:
@@ -122,19 +123,14 @@ class VllmServer:
         except ConversationError as error:
             raise Refusal(str(error), error.param) from None
         if wanted:
-            verdict = await self._checked().verdict(dict(wanted.fields))
-            if verdict.error is not None:
-                status = HTTPStatus.BAD_REQUEST if verdict.lasting else HTTPStatus.SERVICE_UNAVAILABLE
-                said = f"{wanted.param}: this cannot be compiled for structured output: {verdict.error}."
-                raise Refusal(said, wanted.param, status)
+            await structures.check(self._state.engine_client, wanted.fields, wanted.param)
 
     def blame(self, error: BaseException) -> Refusal | None:
         """Returns the refusal if vLLM raised this while it parsed the request."""
         if _lacks_a_package(error):
             return None
-        names = READS | _validators()
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if any(frame.f_code.co_name in names and "vllm" in frame.f_globals["__name__"] for frame in frames):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name in READS]
+        if any(frame.f_globals["__name__"].partition(".")[0] in READERS for frame in frames):
             said = escaped(str(error), 200)
             return Refusal(f"The request cannot be read: {type(error).__name__}{': ' if said else ''}{said}.")
         return None
@@ -147,17 +143,6 @@ def _lacks_a_package(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-@functools.cache
-def _validators() -> frozenset[str]:
-    """Returns the names of the functions with which vLLM reads a request."""
-    return frozenset(
-        name
-        for cls in request_classes()
-        for name in cls.__pydantic_decorators__.model_validators
-        if not name.startswith("__")
-    )
 
 
 GUARDS = (

@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_gptoss.harmony.encoding import ContextError, check_length
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.server.shutdown import is_final, stopping_error
+from npu_gptoss.serving.compat.server.shutdown import engine_ended, is_final, stopping_error
 from npu_gptoss.serving.compat.targets import ENGINE
 
 BEGINNING = "This model's maximum context length is "
@@ -81,11 +81,9 @@ def _refusal(said: str) -> Any | None:
 
 def _ended(said: str) -> Any | None:
     """Returns 503 for the message of the engine's or the server's end; None for other messages."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     from npu_gptoss.serving.openai.errors import failure
 
-    return next((failure(end) for end in (stopping_error()(), EngineDeadError()) if said == str(end)), None)
+    return next((failure(end) for end in (stopping_error()(), engine_ended()()) if said == str(end)), None)
 
 
 def _words(tokens: int, limit: int, max_tokens: int | None = None) -> str:

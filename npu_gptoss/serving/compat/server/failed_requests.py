@@ -11,17 +11,15 @@ own request. A request that could not be sent to the engine leaves no state behi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, words
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import ASYNC, BOTH, LOGGERS
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 
 class RequestRefused(InputError):

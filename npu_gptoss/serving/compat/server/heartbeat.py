@@ -8,20 +8,20 @@ channel and without a question, so that `/health` answers at once however busy t
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from http import HTTPStatus
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.serving import logger
+from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.engine.failed_requests import STEP_BEGAN
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.targets import ASYNC, BOTH, CORE
-
-logger = logging.getLogger("vllm.npu_gptoss")
+from npu_gptoss.serving.compat.targets import BOTH, CORE
 
 CALL = -2  # vLLM numbers its calls by time, all above 0; -1 is a notification of 0.23's data parallel engines
 INTERVAL = 1.0  # seconds between two messages
@@ -70,34 +70,23 @@ def install_client(core_client: ModuleType) -> None:
         self.npu_gptoss_pulse = Pulse(self.utility_results)
 
 
-@repair("health", f"{ASYNC}:AsyncLLM.check_health", releases=BOTH, until="0.33")
-def install_health(async_llm: ModuleType) -> None:
-    """/health answers 200 for an engine that is stopped or hangs."""
+async def check(client: Any) -> None:
+    """Raises Refusal if an engine of this server exists but does not answer. client: vLLM's engine client.
+
+    vLLM's /health answers 200 for an engine that is stopped or hangs.
+    """
     from vllm import envs as vllm_envs
-    from vllm.v1.engine.exceptions import EngineDeadError
 
-    class EngineSilentError(EngineDeadError):
-        """The engine's process exists but does not answer."""
-
-        def __init__(self, reason: str) -> None:
-            Exception.__init__(self, reason)
-
-    engine = async_llm.AsyncLLM
-    expect_source(engine.check_health, "if self.errored: raise self.dead_error")
-
-    @around(engine, "check_health")
-    async def check_health(original: Original, self: Any) -> None:
-        await original(self)
-        pulse = getattr(self.engine_core, "npu_gptoss_pulse", None)
-        if pulse is None:
-            return
-        longest = float(vllm_envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-        deadline = time.monotonic() + GRACE
-        while (reason := pulse.objection(longest)) and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-        if reason:
-            logger.warning("npu-gptoss: /health answers 503: %s.", reason)
-            raise EngineSilentError(reason)
+    pulse = getattr(client.engine_core, "npu_gptoss_pulse", None)
+    if pulse is None or client.errored:  # vLLM itself answers for a dead engine
+        return
+    longest = float(vllm_envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+    deadline = time.monotonic() + GRACE
+    while (reason := pulse.objection(longest)) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    if reason:
+        logger.warning("npu-gptoss: /health answers 503: %s.", reason)
+        raise Refusal(f"The server cannot answer now: {reason}.", status=HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def _tell(engine: Any, cause: str = "") -> None:

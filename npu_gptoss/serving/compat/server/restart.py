@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 import multiprocessing
 import os
 import random
@@ -35,11 +34,10 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss import envs
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.server.shutdown import cause_of_death, is_final
-
-logger = logging.getLogger("vllm.npu_gptoss")
+from npu_gptoss.serving.compat.server.shutdown import cause_of_death, engine_ended, is_final
 
 WINDOW = 600.0  # seconds in which at most N restarts are tried
 LAST_WILL = 10.0  # seconds for the dead engine's processes to end by themselves
@@ -220,7 +218,7 @@ class Outliving:
 
     def _raise_if_over(self) -> None:
         if self.over:
-            raise _dead()
+            raise engine_ended()()
 
     async def _without_replay(self, sent: Sent, output: Any) -> Any | None:
         """Goes on with a request whose replay differed. Returns its last output if it cannot."""
@@ -249,7 +247,7 @@ class Outliving:
         cause = await asyncio.to_thread(_cause, client)
         for future in list(getattr(client, "utility_results", {}).values()):
             if isinstance(future, asyncio.Future) and not future.done():
-                future.set_exception(_dead())
+                future.set_exception(engine_ended()())
         while True:
             now = time.monotonic()
             self._restarts = [each for each in self._restarts if now - each < WINDOW]
@@ -281,7 +279,7 @@ class Outliving:
     def _give_up(self, cause: str) -> None:
         self.gave_up, self.over = cause, True
         self.up.set()
-        raise _dead()
+        raise engine_ended()()
 
     def _start(self, old: Any) -> Any:
         """Runs in a thread: ends what is left of the old engine and starts another."""
@@ -310,12 +308,6 @@ class Outliving:
     def retry_after(self) -> int:
         """Seconds until the start that runs may be over: as long as the last one took."""
         return max(1, round(self._began + self._seconds - time.monotonic()))
-
-
-def _dead() -> Exception:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return EngineDeadError()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import multiprocessing
 import os
 import signal
@@ -21,14 +20,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import BOTH, SERVERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from vllm.engine.protocol import EngineClient
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 WATCH = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 1.0  # seconds for the errors to reach the clients; then open connections are cut
@@ -40,9 +38,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @functools.cache
 def stopping_error() -> type[Exception]:
     """Returns the exception that ends requests in flight when the server stops."""
-    from vllm.v1.engine.exceptions import EngineDeadError
 
-    class ServerStoppingError(EngineDeadError):
+    class ServerStoppingError(engine_ended()):
         def __init__(self) -> None:
             Exception.__init__(
                 self,
@@ -52,11 +49,16 @@ def stopping_error() -> type[Exception]:
     return ServerStoppingError
 
 
-def is_final(error: object) -> bool:
-    """Returns whether the end of the engine, or of the server, caused this error."""
+def engine_ended() -> type[Exception]:
+    """Returns the exception that requests get when the engine or the server ends."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return isinstance(error, EngineDeadError)
+    return EngineDeadError
+
+
+def is_final(error: object) -> bool:
+    """Returns whether the end of the engine, or of the server, caused this error."""
+    return isinstance(error, engine_ended())
 
 
 @repair("server-end", "vllm.entrypoints.launcher:serve_http watchdog_loop", releases=BOTH, until="0.33")

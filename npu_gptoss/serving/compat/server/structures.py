@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
 from npu_gptoss.frontend.structure import KINDS, OPTIONS
 from npu_gptoss.serving.admission.bounded import Bounded
-from npu_gptoss.serving.admission.refusal import escaped
+from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat.engine.grammars import new_backend
 from npu_gptoss.serving.compat.patch import (
@@ -94,14 +95,22 @@ class StructureCompiler:
         return {"backend": name, "automatic": wanted._backend_was_auto, "fields": structure_of(wanted)}
 
 
-def checked(vllm_config: VllmConfig, tokenizer: Any = None) -> Structures:
-    """Returns the compiler of this process's server; the first call creates it."""
+def checked(client: Any) -> Structures:
+    """Returns the compiler of this process's server; the first call creates it. client: vLLM's engine client."""
     global _structures
     if _structures is None:
-        compiler = StructureCompiler(vllm_config, tokenizer)
+        compiler = StructureCompiler(client.vllm_config, getattr(client, "tokenizer", None))
         seconds, memory = envs.get("NPU_GPTOSS_GRAMMAR_SECONDS"), envs.get("NPU_GPTOSS_GRAMMAR_MIB") << 20
         _structures = Structures(Bounded(compiler.work, compiler.prepare, seconds, memory))
     return _structures
+
+
+async def check(client: Any, fields: Mapping[str, Any], param: str) -> None:
+    """Compiles a structure before the engine receives it. param: the request's field. Raises Refusal."""
+    verdict = await checked(client).verdict(dict(fields))
+    if verdict.error is not None:
+        status = HTTPStatus.BAD_REQUEST if verdict.lasting else HTTPStatus.SERVICE_UNAVAILABLE
+        raise Refusal(f"{param}: this cannot be compiled for structured output: {verdict.error}.", param, status)
 
 
 def close() -> None:

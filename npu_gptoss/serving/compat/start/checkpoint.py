@@ -92,17 +92,16 @@ def check(options: EngineArgs) -> None:
         said = f"{words[0]}: vLLM passes over this spelling. Write a blank in place of the equals sign."
         raise InputError(said, field=words[0])
     rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # only in 0.11.0
-    weights = options.load_format != "dummy"
     config = check_directory(
         directory,
         overrides={**{name: value for name, value in rope.items() if value}, **(overrides or {})},
-        weights=weights,
+        weights=options.load_format != "dummy",
         text=False,
     )
     tokenizer = Path(options.tokenizer or directory)
     if not options.skip_tokenizer_init and tokenizer.is_dir():
         check_tokenizer(tokenizer, config)  # takes 1.5 s; vLLM's own attempt ends in a traceback
-    _read_as_vllm_does(directory, weights)
+    _check_generation(directory)
 
 
 def check_gguf(path: Path) -> None:
@@ -150,21 +149,13 @@ def is_gpt_oss(directory: Path) -> bool:
     return named or values.get("model_type") == MODEL_TYPE
 
 
-def _read_as_vllm_does(directory: Path, weights: bool) -> None:
-    """Opens the files with vLLM's own libraries too, which are stricter than our readers in some places."""
+def _check_generation(directory: Path) -> None:
+    """Opens generation_config.json with vLLM's own library too, which is stricter than our reader."""
     from npu_gptoss.tokenizer import panics_told
 
-    remedy = "Take the file of the original checkpoint."
-    with panics_told(f"{directory / 'generation_config.json'} cannot be read by transformers", remedy):
+    file = directory / "generation_config.json"
+    with panics_told(f"{file} cannot be read by transformers", "Take the file of the original checkpoint."):
         from transformers import GenerationConfig
 
-        if (directory / "generation_config.json").is_file():
+        if file.is_file():
             GenerationConfig.from_pretrained(directory)
-    if weights:
-        from safetensors import safe_open
-
-        from npu_gptoss.model.safetensors_reader import find_tensors
-
-        for file in sorted({stored.file for stored in find_tensors(directory).values()}):
-            with panics_told(f"{file} cannot be read by safetensors", remedy), safe_open(file, framework="pt"):
-                pass

@@ -151,7 +151,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
     print(f"vllm serve: {first or sentence(error)}", file=sys.stderr, flush=True)
 
 
-def _inner(error: BaseException) -> list[object]:
+def causes(error: BaseException) -> list[object]:
     """Returns the errors that pydantic has wrapped, in its words where it has only these."""
     errors = getattr(error, "errors", None)
     if not callable(errors):
@@ -166,12 +166,12 @@ def _named(entry: dict[str, Any]) -> str:
 
 
 def _ours(error: BaseException) -> bool:
-    return isinstance(error, InputError) or any(isinstance(one, InputError) for one in _inner(error))
+    return isinstance(error, InputError) or any(isinstance(one, InputError) for one in causes(error))
 
 
 def sentence(error: BaseException) -> str:
     """Returns why a start failed, and what to do."""
-    inner = dict.fromkeys(str(one) for one in _inner(error))
+    inner = dict.fromkeys(str(one) for one in causes(error))
     if isinstance(error, InputError) or _ours(error):
         return " ".join(inner) if inner else str(error)
     text = " ".join((" ".join(inner) or str(error)).split())
