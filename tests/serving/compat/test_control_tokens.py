@@ -11,8 +11,7 @@ import torch
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from npu_gptoss.serving.compat.engine.control_tokens import allows
-from npu_gptoss.serving.compat.engine.white_space import MOST
+from npu_gptoss.serving.compat.engine.masks import MOST, allows
 from tests.harmony.conftest import tokenizer_files
 from tests.serving.compat.of_release import LINE
 
@@ -137,6 +136,16 @@ def test_white_space_of_refused_drafts_does_not_count(patched, tokenizer, backen
     walk.behind("{")
     walk.run("\n", MOST)
     walk.grammar.rollback(2)
+    walk.run("\n", 1)
+    assert walk.spaces() == [True, True]
+
+
+def test_white_space_that_the_grammar_refused_does_not_count(patched, backend, tokenizer):
+    with patched("white-space"):
+        walk = Spaced(backend, tokenizer, "JSON", json.dumps(SCHEMA))
+    walk.behind("{")
+    (space,), (letter,) = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "a"))
+    assert not walk.grammar.accept_tokens("r", [letter, *[space] * MOST])
     walk.run("\n", 1)
     assert walk.spaces() == [True, True]
 

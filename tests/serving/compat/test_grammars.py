@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputManager:
     monkeypatch.setattr(structured_output, "XgrammarBackend", backend_named("xgrammar"))
     monkeypatch.setattr("vllm.v1.structured_output.backend_guidance.GuidanceBackend", backend_named("guidance"))
     tokenizer = "init_tokenizer_from_configs" if OLD else "cached_tokenizer_from_config"
-    plain = types.SimpleNamespace(added_tokens_decoder={}, eos_token_id=0, encode=lambda *_, **__: [])
+    plain = mock.Mock(added_tokens_decoder={}, eos_token_id=0)
+    plain.get_vocab.return_value, plain.encode.return_value = {}, []
     monkeypatch.setattr(structured_output, tokenizer, lambda **_: plain)
     config = types.SimpleNamespace(
         scheduler_config=types.SimpleNamespace(max_num_seqs=4),

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, failures_of, report, words
+from npu_gptoss.serving.compat.engine.masks import tokens_of
 from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair, replace, vllms_own
 from npu_gptoss.serving.compat.targets import RUNNER
 
@@ -150,7 +151,10 @@ def new_backend(name: str, vllm_config: Any, tokenizer: Any) -> Any:
         raise ValueError(f"Unsupported structured output backend: {name}")
     module = importlib.import_module(f"vllm.v1.structured_output.backend_{name.replace('-', '_')}")
     size = vllm_config.model_config.get_vocab_size()
-    return getattr(module, BACKENDS[name])(vllm_config, tokenizer=tokenizer, vocab_size=size)
+    made = getattr(module, BACKENDS[name])(vllm_config, tokenizer=tokenizer, vocab_size=size)
+    if name == "xgrammar":
+        tokens_of(tokenizer, size)  # now and not in the first request; a forked child shares it
+    return made
 
 
 def _expect_layout(first: Any, other: Any, name: str) -> None:
