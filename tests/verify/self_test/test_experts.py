@@ -119,7 +119,6 @@ def loses_columns(out, args, kwargs):
 
 
 SORT = "sort on one core and on many"
-ENDS = ["every second expert, 17", "all to the last expert, 17"]
 WIDE = [f"activation {columns} wide" for columns in (2880, 1440, 720)]
 
 
