@@ -226,7 +226,7 @@ def test_sizes_are_capped_unless_the_user_chose_them():
 
 @pytest.fixture
 def no_workspaces(monkeypatch):
-    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set()), ("_set_aside", {})):
+    for name, empty in (("_workspaces", []), ("_asked", set()), ("_set_aside", [])):
         monkeypatch.setattr(captured, name, empty)
 
 
@@ -248,8 +248,8 @@ def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeyp
     four, eight, two = given(4, 128), given(8, 128), given(2, 128)
     assert (len(four), len(eight)) == (400, 800)
     assert two is given(8, 128) is given(4, 128) is eight
-    assert any(kept is four for kept in captured._kept)
-    assert len(given(1, None)) == 100, "layers without a window have one of their own"
+    assert any(kept is four for kept in captured._workspaces)
+    assert given(1, None) is eight, "calls run one by one and share it"
     assert asked == [4, 8, 2, 1], "once for each size"
 
 
@@ -274,24 +274,19 @@ def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_workspaces")
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_probes_workspaces_come_back_while_the_model_loads(monkeypatch, shared):
-    """A workspace that two windows share is allocated once again, and none is asked for again."""
-    one = torch.empty(800)
-    captured._workspaces.update({None: one, 128: one if shared else torch.empty(400)})
-    captured._kept.extend(captured._workspaces.values())
+def test_the_probes_workspace_comes_back_while_the_model_loads(monkeypatch):
+    """The largest is allocated once again, and none is asked for again."""
+    captured._workspaces.extend([torch.empty(400), torch.empty(800)])
     captured._asked.add((128, 4))
     freed = []
     monkeypatch.setattr(torch, "npu", SimpleNamespace(empty_cache=lambda: freed.append(1)), raising=False)
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
     captured.set_aside()
-    assert (captured._workspaces, captured._kept, freed) == ({}, [], [1])
+    assert (captured._workspaces, freed) == ([], [1])
     captured.take_up(torch.device("cpu"))
-    found = captured._workspaces
-    assert {window: len(kept) for window, kept in found.items()} == {None: 800, 128: 800 if shared else 400}
-    assert (found[None] is found[128]) is shared
-    assert captured.workspace({"query": torch.empty(4, 8, 64)}, 128) is found[128]
-    assert len(captured._kept) == 2 - shared
+    (found,) = captured._workspaces
+    assert len(found) == 800
+    assert captured.workspace({"query": torch.empty(4, 8, 64)}, 128) is found
 
 
 def decoding(model_type: str = "gpt_oss", mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY) -> SimpleNamespace:

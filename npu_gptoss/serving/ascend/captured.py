@@ -19,18 +19,18 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import call_arguments, no_lse
-from npu_gptoss.serving import releases
+from npu_gptoss.serving import compat, releases
 from npu_gptoss.serving.releases.vllm import CUDAGraphMode
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.attention import SinkAttentionImpl
     from npu_gptoss.serving.releases.vllm import ForwardContext, VllmConfig
 
-# Workspaces by the layer's window. The largest size serves all graphs, because their calls run in sequence.
-_workspaces: dict[int | None, torch.Tensor] = {}
-_kept: list[torch.Tensor] = []  # also smaller workspaces, while graphs use them
+LENGTHS = "ascend-full-graph"  # the patch that sends captured calls each step's lengths
+# Each is larger than the one before. The last serves all calls, which run one by one; graphs may use the others.
+_workspaces: list[torch.Tensor] = []
 _asked: set[tuple[int | None, int]] = set()  # (window, rows) whose size the operator has reported
-_set_aside: dict[int | None, torch.Tensor] = {}  # workspaces to be allocated again: their sizes, on no device
+_set_aside: list[torch.Tensor] = []  # a workspace to be allocated again: its size, on no device
 
 
 @dataclass(frozen=True)
@@ -90,38 +90,28 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
             installed = importlib.metadata.version("torch-npu")
             if WORKSPACE is None or not releases.ascend_release().torch_npu.has(installed):
                 raise
-            largest = own_workspace(WORKSPACE, arguments["query"].device)
-        if window not in _workspaces or _workspaces[window].numel() < largest.numel():
-            _kept.append(largest)
-            _workspaces[window] = largest
+            largest = torch.empty(WORKSPACE, dtype=torch.uint8, device="meta")
+        if not _workspaces or _workspaces[-1].nbytes < largest.nbytes:
+            on_device = largest.device.type != "meta"
+            _workspaces.append(largest if on_device else torch.empty_like(largest, device=arguments["query"].device))
         _asked.add(asked)
-    return _workspaces[window]
+    return _workspaces[-1]
 
 
 def set_aside() -> None:
-    """Frees all workspaces, which no graph uses yet, and remembers their sizes.
+    """Frees all workspaces, which no graph uses yet, and remembers the largest size.
 
     What lies on the device before the model does is in no account of vLLM's: with the workspaces of the start's probe
     there the KV cache got more memory than was left."""
-    sizes = {id(kept): kept.to("meta") for kept in _workspaces.values()}
-    _set_aside.update({window: sizes[id(kept)] for window, kept in _workspaces.items()})
-    for held in (_workspaces, _kept):
-        held.clear()
+    _set_aside[:] = [largest.to("meta") for largest in _workspaces[-1:]]
+    _workspaces.clear()
     torch.npu.empty_cache()
 
 
 def take_up(device: torch.device) -> None:
     """Allocates again what was set aside. Called while the model loads, so that vLLM counts it as the model's."""
-    made = {id(size): torch.empty_like(size, device=device) for size in _set_aside.values()}
-    _workspaces.update({window: made[id(size)] for window, size in _set_aside.items()})
-    _kept.extend(made.values())
+    _workspaces.extend(torch.empty_like(size, device=device) for size in _set_aside)
     _set_aside.clear()
-
-
-def own_workspace(size: int, device: torch.device) -> torch.Tensor:
-    """Returns scratch memory in bytes for calls whose need CANN does not report: one for all, which run one by one."""
-    held = (kept for kept in _workspaces.values() if kept.numel() * kept.element_size() >= size)
-    return found if (found := next(held, None)) is not None else torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def capture(
@@ -135,11 +125,11 @@ def capture(
 ) -> torch.Tensor:
     """Records the layer's call into the graph under capture. Shapes as in `paged_attention`; all requests have as many
     rows."""
-    from npu_gptoss.serving.releases.ascend import get_graph_params, updates_lengths, weak_ref_tensors
+    from npu_gptoss.serving.releases.ascend import get_graph_params, weak_ref_tensors
 
-    if not updates_lengths():
+    if not any(each.patch.name == LENGTHS and each.state == "applied" for each in compat.status()):
         raise RuntimeError(
-            "FULL_DECODE_ONLY needs the patch ascend-full-graph, which was left out: "
+            f"FULL_DECODE_ONLY needs the patch {LENGTHS}, which was left out: "
             'use --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
     rows = query.shape[0]

@@ -55,13 +55,6 @@ WITHOUT_ORDER: tuple[str, ...] = ()  # modes that become FULL_DECODE_ONLY with a
 LAUNCHED: tuple[tuple[str, str], ...] = ()
 
 
-def updates_lengths() -> bool:
-    """True if captured attention calls get each step's lengths, which the patch ascend-full-graph provides."""
-    from vllm_ascend.worker.model_runner_v1 import update_attn_params
-
-    return hasattr(update_attn_params, "__npu_gptoss_replaces__")
-
-
 def layout_objection(parallel: Any) -> str | None:
     """Returns the reason why this layout cannot capture whole decode steps; None if it can."""
     if parallel.pipeline_parallel_size > 1:

@@ -49,13 +49,6 @@ LAUNCHED = (("vllm.v1.worker.block_table", "_compute_slot_mapping_kernel"),)
 splitting_attention = None
 
 
-def updates_lengths() -> bool:
-    """True if captured attention calls get each step's lengths, which the patch ascend-full-graph provides."""
-    from vllm_ascend.worker.model_runner_v1 import update_full_graph_params
-
-    return hasattr(update_full_graph_params, "__npu_gptoss_replaces__")
-
-
 def layout_objection(parallel: Any) -> str | None:
     """Returns the reason why this layout cannot capture whole decode steps; None if it can."""
     return None
