@@ -1,12 +1,7 @@
-"""A small engine without a tokenizer, with its core in this process, and helpers to send it requests.
-
-Requests that end stock vLLM run in a process forked from this one.
-"""
+"""A small engine without a tokenizer, with its core in this process, and helpers to send it requests."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +68,3 @@ def run(engine: LLM, *requests: tuple[list[int], SamplingParams]) -> list[Any]:
         for number in range(len(requests))
     ]
     return [answer[0] if len(answer) == 1 else answer for answer in answers]
-
-
-def in_a_fork(work: Callable[[], Any]) -> str:
-    """Returns the result of `work`, or its exception as text, from a process forked from this one."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            try:
-                said = repr(work())
-            except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
-            os.write(writer, said[:4000].encode(errors="backslashreplace"))
-        finally:
-            os._exit(0)  # in any case: this is not pytest's process
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        said = pipe.read()
-    os.waitpid(pid, 0)
-    return said

@@ -13,7 +13,6 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from npu_gptoss.serving.compat.engine.masks import MOST, allows
 from tests.harmony.conftest import tokenizer_files
-from tests.serving.compat.of_release import LINE
 
 pytestmark = pytest.mark.serving
 
@@ -58,7 +57,7 @@ class Walk:
         return {name for name, number in CONTROL.items() if allows(self.mask[1], number)}
 
 
-KINDS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("kind", "spec", "text", "rest"),
     [
         ("JSON", json.dumps(SCHEMA), '{"city":"Paris', '"}'),
@@ -68,9 +67,6 @@ KINDS = pytest.mark.parametrize(
     ],
     ids=["json", "json_object", "regex", "grammar"],
 )
-
-
-@KINDS
 def test_constrained_text_holds_no_control_token(patched, backend, tokenizer, kind, spec, text, rest):
     with patched(REPAIR):
         walk = Walk(backend, tokenizer, kind, spec)
@@ -80,23 +76,13 @@ def test_constrained_text_holds_no_control_token(patched, backend, tokenizer, ki
     assert allows(walk.behind(rest), RETURN)
 
 
-@KINDS
-@pytest.mark.skipif(LINE == "0.33", reason="its own vocabulary of a structure has no control tokens")
-def test_stock_takes_control_tokens_for_letters(patched, backend, tokenizer, kind, spec, text, rest):
-    with patched():
-        walk = Walk(backend, tokenizer, kind, spec)
-    walk.behind(text)
-    assert walk.control() == set(CONTROL)
-
-
-@pytest.mark.parametrize("repaired", [True, False])
-def test_a_tag_keeps_the_control_tokens_of_its_frame_only(patched, backend, tokenizer, repaired):
-    with patched(*[REPAIR] * repaired):
+def test_a_tag_keeps_the_control_tokens_of_its_frame_only(patched, backend, tokenizer):
+    with patched(REPAIR):
         walk = Walk(backend, tokenizer, "STRUCTURAL_TAG", json.dumps(TAG))
     walk.behind("hm\n")
     assert "<|channel|>" in walk.control()
     walk.behind("<|channel|>final<|message|>" + '{"city":"Paris')
-    assert walk.control() == (set() if repaired else set(CONTROL))
+    assert not walk.control()
     assert allows(walk.behind('"}'), CONTROL["<|end|>"])
 
 
@@ -113,16 +99,15 @@ class Spaced(Walk):
         return [allows(self.mask[1], number) for (number,) in single]
 
 
-@pytest.mark.parametrize("repaired", [True, False])
-def test_white_space_between_the_tokens_of_json_ends(patched, backend, tokenizer, repaired):
+def test_white_space_between_the_tokens_of_json_ends(patched, backend, tokenizer):
     """A server whose model writes nothing else would end at max_tokens, with half of an object."""
-    with patched(*["white-space"] * repaired):
+    with patched("white-space"):
         walk = Spaced(backend, tokenizer, "JSON", json.dumps(SCHEMA))
     walk.behind("{")
     walk.run("\n", MOST - 1)
     assert walk.spaces() == [True, True]
     inside = walk.run(" ", 1)
-    assert walk.spaces() == [not repaired] * 2
+    assert walk.spaces() == [False, False]
     assert allows(inside, tokenizer.encode('"', add_special_tokens=False)[0])
     walk.behind('"city":"')
     walk.run(" ", 2 * MOST)

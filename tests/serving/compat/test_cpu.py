@@ -100,26 +100,23 @@ def test_torch_release_reads_a_local_version(monkeypatch):
 
 
 SAMPLE = """
-import sys, torch
+import torch
 from torch._inductor import config
 config.cpp.cxx = ("there-is-no-such-compiler",)
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 import tests.serving.compat.test_cpu as this
-if "ours" in sys.argv:
-    this.chosen()
+this.chosen()
 tokens, _ = TopKTopPSampler().forward_cpu(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), {}, None, None)
 print(tokens.tolist())
 """
 
 
-@pytest.mark.parametrize(("how", "printed"), [("ours", "[1, 0]"), ("stock", "No working C++ compiler")])
-def test_temperature_needs_no_compiler(how, printed, tmp_path):
+def test_temperature_needs_no_compiler(tmp_path):
     """Without a compiler the first request with a temperature ended the engine."""
     environment = {**os.environ, "VLLM_PLUGINS": "npu_gptoss_cpu", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SAMPLE, how]
+    command = [sys.executable, "-c", SAMPLE]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert printed in run.stdout + run.stderr
-    assert (run.returncode == 0) == (how == "ours")
+    assert (run.returncode, run.stdout.splitlines()[-1:]) == (0, ["[1, 0]"]), run.stderr
 
 
 def model_config(model_type: str = "gpt_oss", disable_sliding_window: bool = False) -> ModelConfig:

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.scheduler import SchedulingPolicy
 from vllm.v1.engine import EngineCoreRequestType, core
 
 from npu_gptoss.serving.compat.engine import failed_requests as barrier
-from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, in_a_fork, run, sent
+from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, run, sent
 from tests.serving.compat.of_release import OLD
 
 pytestmark = pytest.mark.serving
@@ -37,8 +37,6 @@ BARRIER = ("request-input", "request-steps", "request-outputs")
 
 def test_stop_tokens_outside_of_the_vocabulary_do_not_end_the_engine(engine, patched):
     wild = greedy(min_tokens=3, stop_token_ids=[VOCABULARY, 999999999, -1, 5])
-    with patched():
-        assert in_a_fork(lambda: run(engine, (HONEST, greedy()), (HONEST, wild))).startswith("IndexError")
     with patched(*BARRIER):
         tame = greedy(min_tokens=3, stop_token_ids=[5])
         expected = run(engine, (HONEST, greedy()), (HONEST, tame))
@@ -71,7 +69,6 @@ def test_invalid_field_ends_only_its_own_request(engine, patched, name):
     together = (HONEST, greedy()), (prompt, sampling), (HONEST[::-1], greedy())
     with patched():
         alone = run(engine, together[0], together[2])
-        assert "Error" in in_a_fork(lambda: run(engine, *together)), "stock vLLM accepts it: no check is needed"
     with patched(*BARRIER):
         first, reason, last = run(engine, *together)
     assert [first, last] == alone
@@ -97,7 +94,6 @@ def test_grammar_that_does_not_compile_ends_only_its_own_request(engine, patched
     together = (HONEST, greedy()), (HONEST, bad), (HONEST[::-1], greedy())
     with patched():
         alone = run(engine, together[0], together[2])
-        assert in_a_fork(lambda: run(engine, *together)) == "RuntimeError: no grammar"
     with patched(*BARRIER, "grammar-errors"):
         first, reason, last = run(engine, *together)
     assert [first, last] == alone
@@ -117,8 +113,6 @@ def test_preempted_prompt_log_probabilities_do_not_end_the_engine(engine, patche
         finally:
             scheduler.max_num_scheduled_tokens = scheduler.scheduler_config.max_num_batched_tokens
 
-    with patched():
-        assert in_a_fork(served).startswith("AssertionError")
     with patched(*BARRIER, "prompt-logprobs"):
         alone = [run(engine, one)[0] for one in many]
         assert served() == alone
@@ -137,9 +131,6 @@ def with_priorities(engine: LLM, work: Callable[[], Any]) -> Any:
 @only_0_11
 def test_samples_of_one_request_are_ordered_with_priorities(engine, patched):
     samples = (HONEST, greedy(n=4, temperature=1.0, seed=1))
-    with patched():
-        said = in_a_fork(lambda: with_priorities(engine, lambda: run(engine, samples)))
-        assert said.startswith("TypeError: '<' not supported")
     with patched("priority-order"):
         assert list(map(len, with_priorities(engine, lambda: run(engine, samples))[0])) == [8, 8, 8, 8]
 
@@ -171,10 +162,6 @@ def test_preemption_takes_no_blocks_from_a_request_in_the_same_step(engine, patc
             tokens |= {o.request_id: list(o.outputs[0].token_ids) for o in llm.step() if o.finished}
         return bool(robbed), [tokens[str(number)] for number in range(len(many))]
 
-    with patched():
-        assert in_a_fork(lambda: with_priorities(engine, served)[0]) == "True", (
-            "stock vLLM keeps the blocks: no repair is needed"
-        )
     with patched("priority-order"):
         alone = [run(engine, one)[0] for one in many]
         assert with_priorities(engine, served) == (False, alone)
@@ -275,8 +262,6 @@ def ask_the_input_thread(engine: LLM, address: str, messages: list[list[bytes]],
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_dead_input_thread_ends_the_engine_instead_of_hanging(engine, patched, tmp_path: Path):
     nonsense = [[EngineCoreRequestType.ADD.value, b"\xc1"]]
-    with patched():
-        assert ask_the_input_thread(engine, f"ipc://{tmp_path}/stock", nonsense, 1) == []
     with patched(*BARRIER):
         ((kind, _),) = ask_the_input_thread(engine, f"ipc://{tmp_path}/ours", nonsense, 1)
         assert kind == EngineCoreRequestType.EXECUTOR_FAILED

@@ -97,12 +97,6 @@ def test_ordinary_abort_is_no_error(patched):
 
 
 def test_error_in_one_detokenizer_leaves_the_others_their_tokens(patched):
-    with patched():
-        table = Table("a", "b", "c")
-        spoil(table, "b")
-        with pytest.raises(KeyError):
-            table.processor.process_outputs(step("a", "b", "c"))
-        assert table.got("c") is None, "stock vLLM does not reach it"
     with patched("request-outputs"):
         table = Table("a", "b", "c")
         spoil(table, "b")
@@ -239,7 +233,5 @@ def test_number_that_a_logger_rejects_does_not_end_the_output_task(patched):
     manager.per_engine_logger_dict = {0: [types.SimpleNamespace(record=record)]}
     manager.prometheus_logger = types.SimpleNamespace(record=record)
     manager.stat_loggers = [types.SimpleNamespace(record=record)]  # 0.23 has this instead of both
-    with patched(), pytest.raises(ValueError, match="non-negative"):
-        manager.record(None, None, engine_idx=0)
     with patched("statistics-errors"):
         manager.record(None, None, engine_idx=0)

@@ -31,8 +31,6 @@ def masked(dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_bfloat16_logits_are_masked_instead_of_ending_the_engine(patched):
-    with patched(), pytest.raises(Exception, match="float32"):
-        masked(torch.bfloat16)
     with patched("cpu-grammar-bitmask"):
         logits = masked(torch.bfloat16)
     assert torch.isfinite(logits[1]).nonzero().flatten().tolist() == [3, 40]
