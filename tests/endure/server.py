@@ -92,7 +92,7 @@ class Stack:
 class Served:
     """A server that can be ended and started again at its address.
 
-    variables: more of them. before: the command that runs its command.
+    variables, flags: more of them. before: the command that runs its command.
     """
 
     stack: Stack
@@ -100,6 +100,7 @@ class Served:
     log: Path
     before: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
 
     @property
@@ -109,7 +110,7 @@ class Served:
     def start(self) -> Served:
         command, variables = self.stack.command(self.model, self.port)
         self.process: Popen[bytes] = serve_here.start(
-            [*self.before, *command], {**variables, **self.variables}, self.log
+            [*self.before, *command, *self.flags], {**variables, **self.variables}, self.log
         )
         try:
             limit = START_LIMIT * (1 if self.stack.stack == "cpu" else 2)
