@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 KINDS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}),
     "completion": ("/v1/completions", {"prompt": "Hello", "ignore_eos": True}),
@@ -66,31 +68,18 @@ def _ask(url: str, model: str, answer: Answer) -> None:
         answer.text, answer.status = repr(error), 0
 
 
-def _stat(pid: int) -> list[str]:
-    """State, parent and the rest of /proc/PID/stat; empty when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def is_running(pid: int) -> bool:
-    stat = _stat(pid)
-    return bool(stat) and stat[0] not in "ZX"
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, without itself; parents before their children."""
-    parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    found = [pid]
-    for parent in found:
-        found += [child for child, stat in parents.items() if stat and int(stat[1]) == parent]
-    return found[1:]
+    """Of a process, without itself."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def engine_of(pid: int) -> int:
-    """The process of a server's engine core."""
-    for child in descendants(pid):
-        if b"EngineCore" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return child
-    raise AssertionError(f"process {pid} has no engine core")
+def engines_of(pid: int) -> list[int]:
+    """The processes of a server's engine cores."""
+    return [child for child in descendants(pid) if b"EngineCore" in Path(f"/proc/{child}/cmdline").read_bytes()]

@@ -21,9 +21,8 @@ from typing import Any
 import aiohttp
 
 from scripts import serve_here
-from tests.endure.server import NAME, Stack
-from tests.serving.in_flight import descendants
-from tests.serving.server import START_LIMIT, free_port
+from tests.endure.server import NAME, Served, Stack
+from tests.serving.in_flight import engines_of
 
 AT_ONCE = 10
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -89,10 +88,6 @@ def _add(got: dict[str, Any], event: Mapping[str, Any]) -> None:
         got[event["type"]] = got.get(event["type"], "") + words
     if event.get("type") == "response.completed":
         got["usage"] = event["response"]["usage"]["output_tokens"]
-
-
-def engines_of(pid: int) -> list[int]:
-    return [p for p in descendants(pid) if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 async def run(process: Any, url: str, asked: Run) -> dict[str, Any]:
@@ -177,16 +172,12 @@ class Run:
 
 def served(asked: Run, model: Path, log: Path, then: Callable[[Any], None] = lambda process: None) -> dict[str, Any]:
     """Returns the record of a run. then: called with the server, which has no restart left."""
-    stack, port = Stack(asked.stack), free_port()
-    command, environment = stack.command(model, port)
-    environment |= {"NPU_GPTOSS_ENGINE_RESTARTS": str(max(1, asked.kills))}
-    engines = ["--data-parallel-size", str(asked.engines)] if asked.engines > 1 else []
-    process = serve_here.start([*command, *engines], environment, log)
-    url = f"http://127.0.0.1:{port}"
+    variables = {"NPU_GPTOSS_ENGINE_RESTARTS": str(max(1, asked.kills))}
+    engines = ("--data-parallel-size", str(asked.engines)) if asked.engines > 1 else ()
+    server = Served(Stack(asked.stack), model, log, variables=variables, flags=engines).start()
     try:
-        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT)
-        record = asyncio.run(run(process, url, asked))
-        then(process)
+        record = asyncio.run(run(server.process, server.url, asked))
+        then(server.process)
         return record
     finally:
-        serve_here.stop(process)
+        serve_here.stop(server.process)

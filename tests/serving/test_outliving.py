@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from scripts import serve_here
-from tests.serving.in_flight import descendants, is_running
-from tests.serving.outliving import Run, engines_of, served
+from tests.serving.in_flight import descendants, engines_of, is_running
+from tests.serving.outliving import Run, served
 from tests.serving.server import wait_for
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]

@@ -14,28 +14,21 @@ import pytest
 
 from docker import healthcheck
 from scripts import serve_here
-from tests.endure.server import NAME, Stack
-from tests.serving.in_flight import InFlight, descendants, engine_of, is_running
-from tests.serving.server import START_LIMIT, free_port, wait_for
+from tests.endure.server import NAME, Served, Stack
+from tests.serving.in_flight import InFlight, descendants, engines_of, is_running
+from tests.serving.server import wait_for
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 
 
-class Started:
-    """A server that is ready; its log, its processes."""
+class Started(Served):
+    """A server whose processes are known once it is ready."""
 
-    def __init__(self, stack: Stack, model: Path, log: Path, *flags: str) -> None:
-        self.port = free_port()
-        self.log, self.url = log, f"http://127.0.0.1:{self.port}"
-        command, environment = stack.command(model, self.port)
-        self.process = serve_here.start([*command, *flags], environment, log)
-        try:
-            serve_here.wait_until_ready(self.process, self.url, log, timeout=START_LIMIT)
-        except BaseException:
-            serve_here.stop(self.process)
-            raise
-        self.engine = engine_of(self.process.pid)
+    def start(self) -> Started:
+        super().start()
+        (self.engine,) = engines_of(self.process.pid)
         self.below = descendants(self.process.pid)
+        return self
 
     def health(self) -> int:
         try:
@@ -67,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["cpu", pytest.param("emulated-9.1", marks=[pytest.mark.emulated, pytest.mark.long])])
 def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Started]:
-    server = Started(Stack(request.param), model, tmp_path / "log")
+    server = Started(Stack(request.param), model, tmp_path / "log").start()
     try:
         yield server
     finally:
@@ -125,7 +118,7 @@ def test_ctrl_c_to_several_servers_answers_every_client(model: Path, tmp_path: P
     """It reaches all their processes. Stock 0.23: engines end every request at once, and its begin is the
     answer, 200; a signal to the parent alone kills the servers, and every connection breaks off.
     """
-    started = Started(Stack("emulated-9.1"), model, tmp_path / "log", "--api-server-count", "2")
+    started = Started(Stack("emulated-9.1"), model, tmp_path / "log", flags=("--api-server-count", "2")).start()
     try:
         told_to_stop(started, lambda: os.killpg(started.process.pid, signal.SIGINT))
     finally:
