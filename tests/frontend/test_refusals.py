@@ -12,7 +12,7 @@ from npu_gptoss.frontend import chat, messages, responses
 from npu_gptoss.harmony.conversation import ConversationError
 from tests.frontend.conversations import WEATHER, answer, user
 from tests.frontend.turns import flat
-from tests.serving.openai.cases import CHATS, EFFORTS, RESPONSES
+from tests.serving.openai.cases import CHATS, RESPONSES
 
 USER = {"role": "user", "content": "hi"}
 A_CALL = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"}
@@ -31,7 +31,6 @@ def _last(content: Any, role: str = "user") -> dict[str, Any]:
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chat": [
         *CHATS,
-        *EFFORTS,
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
     ({"messages": ["Hi"]}, "messages[0].role"),

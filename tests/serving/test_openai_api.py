@@ -82,18 +82,6 @@ def test_chat_answers_in_one_channel_and_thinks_in_another(client: OpenAI) -> No
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_stream_holds_every_piece_of_the_whole_answer(client: OpenAI) -> None:
-    """Tokens that arrive two at a time once lost their text."""
-    whole = chat(client, user("What is 12 + 13?")).choices[0].message
-    chunks = list(chat(client, user("What is 12 + 13?"), stream=True, stream_options={"include_usage": True}))
-    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
-    assert "".join(delta.content or "" for delta in deltas) == whole.content
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == whole.reasoning_content
-    assert len([delta for delta in deltas if delta.content]) > 1, "it came in one piece"
-    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
-    assert chunks[-1].usage.completion_tokens > 5
-
-
 def test_a_tool_is_called_and_its_result_is_used(client: OpenAI) -> None:
     question = user("What is the weather in Paris?")
     asked = chat(client, question, tools=TOOLS).choices[0]

@@ -99,11 +99,6 @@ def _parsed(structure: dict[str, Any]) -> Any:
 
 
 # fields that have no effect, and the path that the refusal names
-EFFORTS: list[tuple[dict[str, Any], str]] = [
-    ({"reasoning_effort": "none"}, "reasoning_effort"),
-    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
-    ({"chat_template_kwargs": {"reasoning_effort": 3}}, "chat_template_kwargs.reasoning_effort"),
-]
 RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "c1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
@@ -114,6 +109,9 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
 ]
 CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"reasoning_effort": "none"}, "reasoning_effort"),
+    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+    ({"chat_template_kwargs": {"reasoning_effort": 3}}, "chat_template_kwargs.reasoning_effort"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),

@@ -18,9 +18,9 @@ from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE
 from tests.frontend.apis import gathered, of_response
 from tests.frontend.conversations import CONVERSATIONS, as_chat, as_response
 from tests.frontend.turns import ANSWER, NEXT, THOUGHT, final
-from tests.serving.openai.cases import COMPLETIONS, FLAT_FORMAT, FORMAT, SAMPLING, STRUCTURES, is_told
+from tests.serving.openai.cases import COMPLETIONS, SAMPLING, STRUCTURES, is_told
 from tests.serving.openai.conftest import MAX_LEN, NAME, TRAINED, Server
-from tests.serving.openai.test_http import USER, content
+from tests.serving.openai.test_http import USER
 from tests.serving.scripted import ERROR
 from tests.serving.scripted import SAMPLING as TOLD
 
@@ -40,13 +40,6 @@ def test_structure_reaches_the_engine(server: Server, name: str) -> None:
         assert is_told(told["structured_outputs"], *want), told["structured_outputs"]
     if server.release == "0.23" and want:  # a completion has no reasoning to wait for
         assert told["reasoning_ended"] == (api == "completions")
-
-
-def test_structured_answer_is_returned(server: Server) -> None:
-    text = THOUGHT + NEXT + final('{"a": 1}')
-    assert content(server.chat(text, response_format=FORMAT)) == '{"a": 1}'
-    answer = server.respond(text, text={"format": FLAT_FORMAT})
-    assert of_response(answer.json)[0] == '{"a": 1}'
 
 
 @pytest.mark.parametrize("fields", COMPLETIONS)

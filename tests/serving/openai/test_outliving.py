@@ -60,13 +60,6 @@ def test_tokens_before_a_death_count_twice_or_not_at_all(server: Server) -> None
     assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"]) == 9
 
 
-def test_structure_is_not_kept_after_a_death(server: Server) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    answer = server.chat(deadly(final('{"a": "b c d e f"}'), (0.5,)), response_format=form)
-    assert json.loads(answer.json["choices"][0]["message"]["content"]) == {"a": "b c d e f"}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_ends_elsewhere_when_the_engine_dies_in_its_stop_string(server: Server, stream: bool) -> None:
     body = {"model": NAME, "prompt": f"{DIES}one tw{DIES}o three fo{DIES}ur five", "max_tokens": 90, "stop": "four"}
