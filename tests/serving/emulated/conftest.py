@@ -105,6 +105,12 @@ def serve_9_1(
     return asking(ascend_9_1, checkpoint, tmp_path)
 
 
+@pytest.fixture
+def serve_on(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., tuple[list[Any], str]]]:
+    """`serve` by the release of CANN."""
+    return lambda cann: request.getfixturevalue({"8.3": "serve", "9.1": "serve_9_1"}[cann])
+
+
 def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:
     def run(
         rounds: list[dict[str, Any]],

@@ -72,35 +72,12 @@ def first_groups_table(right: Function) -> Function:
     return build
 
 
-def query_strided(right: Function) -> Function:
-    def strided(query: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
+def sinks_without_slack(right: Function) -> Function:
+    def call_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        ours = right(*args, **kwargs)
+        return ours | {"learnable_sink": ours["learnable_sink"].clone()}
 
-        return right(torch.stack([query, query], -1)[..., 0], *args, **kwargs)
-
-    return strided
-
-
-def arguments(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Function], Function]:
-    """Changes the arguments of the operator of attention."""
-
-    def make(right: Function) -> Function:
-        def call_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            ours = right(*args, **kwargs)
-            return ours | change(ours)
-
-        return call_arguments
-
-    return make
-
-
-def biases_in_bf16(right: Function) -> Function:
-    def grouped_mlp(rows: Any, experts: Any, *group_list: Any) -> Any:
-        names = ("gate_up_proj_bias", "down_proj_bias")
-        biases = {name: getattr(experts, name).bfloat16() for name in names}
-        return right(rows, dataclasses.replace(experts, **biases), *group_list)
-
-    return grouped_mlp
+    return call_arguments
 
 
 def biases_spread(right: Function) -> Function:
@@ -121,15 +98,6 @@ def biases_spread(right: Function) -> Function:
         return product(ascend.clipped_swiglu(gate_up, experts), experts.down_proj, experts.down_proj_bias)
 
     return grouped_mlp
-
-
-def packed_scale_off_by_one(right: Function) -> Function:
-    def pack(*args: Any, **kwargs: Any) -> Any:
-        packed = right(*args, **kwargs)
-        packed.scales[:, 0] += 1
-        return packed
-
-    return pack
 
 
 def packed_beside_bf16(right: Function) -> Function:
@@ -246,8 +214,6 @@ PERFECT = drafting(lambda follow, count: follow)
 ADVERSARIAL = drafting(lambda follow, count: [*follow[:-1], 1 + sum(follow) % 90])
 DROPPED = (CAPTURED, "update", lambda right: lambda stream, call, handle, event, _: event.record(stream))
 UNCHECKED = [(START, name, returning(None)) for name in ("attention", "rest")]
-# The checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts.
-INTERLEAVED = (EXPERTS, "halves", lambda right: lambda columns: columns)
 WITHOUT_TRITON = [
     (f"{package}.worker.block_table", "_compute_slot_mapping_kernel", lambda right: _compute_slot_mapping_kernel)
     for package in ("vllm.v1", "vllm_ascend")
@@ -266,32 +232,13 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "replays_not_awaited": [("torch.npu:Stream", "synchronize", returning(None))],
     # layers read the first group's blocks; with one group that is no mistake
     "first_groups_table": [(BUILDER, "build", first_groups_table)],
-    "choice_not_narrowed": [
-        (
-            "vllm_ascend.sample.sampler:AscendTopKTopPSampler",
-            "_apply_top_k_top_p",
-            lambda right: lambda self, logits, k, p: logits,
-        )
-    ],
-    "window_of_129": [(ASCEND, "keys_before", lambda right: lambda window: window)],
-    "query_strided": [(ASCEND, "call_arguments", query_strided)],
-    "sinks_dropped": [(ASCEND, "call_arguments", arguments(lambda ours: {"learnable_sink": None}))],
     # the sinks as torch would have made them: nothing behind them
-    "sinks_without_slack": [
-        (ASCEND, "call_arguments", arguments(lambda ours: {"learnable_sink": ours["learnable_sink"].clone()}))
-    ],
-    # the query list as vllm-ascend's builder makes it for a padded decode step: one short of the rows
-    "upstream_lists": [
-        (ASCEND, "call_arguments", arguments(lambda ours: {"actual_seq_qlen": ours["actual_seq_qlen"][:-1] or [1]}))
-    ],
-    "interleaved_weights": [INTERLEAVED],
-    "interleaved_weights_unchecked": [*UNCHECKED, INTERLEAVED],
+    "sinks_without_slack": [(ASCEND, "call_arguments", sinks_without_slack)],
+    # the checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts
+    "interleaved_weights": [(EXPERTS, "halves", lambda right: lambda columns: columns)],
     "not_checked_at_start": UNCHECKED,
-    # each expert's first group of 32 rows is twice as large
-    "packed_scale_off_by_one": [*UNCHECKED, (EXPERTS, "pack", packed_scale_off_by_one)],
     # the expanded experts stay on the device, too
     "packed_beside_bf16": [(EXPERTS, "_prepared", packed_beside_bf16)],
-    "biases_in_bf16": [(EXPERTS, "grouped_mlp", biases_in_bf16)],
     # right, but the size of a result is known on the device only: the article's fourth; one rank, counts
     "biases_spread": [(EXPERTS, "grouped_mlp", biases_spread)],
     # shared prefixes are not counted

@@ -66,27 +66,50 @@ def counted(lines: list[str]) -> list[Counter[str]]:
     return rounds[1:]
 
 
-def step_of_two_layers(traced: Any, models: dict[int, Path], folder: Path, batch: int, **how: Any) -> dict[str, float]:
-    """Counts of an average decode step of `batch` requests."""
+def steps_of_two_layers(traced: Any, models: Any, folder: Path, *batches: int, **how: Any) -> list[dict[str, float]]:
+    """Counts of an average decode step of so many requests."""
     process, trace = traced
-    rounds = [{"prompts": prompts((CONTEXT,) * batch), "tokens": tokens} for tokens in (FEWER, MORE)]
-    total: Counter[str] = Counter()
+    rounds = [
+        {"prompts": prompts((CONTEXT,) * batch), "tokens": tokens} for batch in batches for tokens in (FEWER, MORE)
+    ]
+    totals: list[Counter[str]] = [Counter() for _ in batches]
     for sign, layers in ((-1, 2), (1, 4)):
         before = trace.stat().st_size if trace.exists() else 0
         asking(process, models[layers], folder)(rounds, **how)
         with trace.open() as stream:
             stream.seek(before)
-            fewer, more = counted(stream.readlines())
-        for name in fewer | more:
-            total[name] += sign * (more[name] - fewer[name])
-    return {name: count / (MORE - FEWER) for name, count in total.items()}
+            found = counted(stream.readlines())
+        for total, fewer, more in zip(totals, found[::2], found[1::2], strict=True):
+            for name in fewer | more:
+                total[name] += sign * (more[name] - fewer[name])
+    return [{name: count / (MORE - FEWER) for name, count in total.items()} for total in totals]
+
+
+NO_WAIT = {"h2d": 0, "d2h": 0, "waits": 0}
+
+
+@pytest.fixture(scope="module")
+def eager(traced: Any, models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Counts by batch."""
+    found = steps_of_two_layers(traced, models, tmp_path_factory.mktemp("eager"), 1, 8, options=EAGER | BF16)
+    return dict(zip((1, 8), found, strict=True))
 
 
 @pytest.mark.parametrize(("batch", "launches"), [(1, 22), (8, 25)])
-def test_our_layer_neither_waits_nor_copies_and_launches_few(batch, launches, traced, models, tmp_path):
-    found = step_of_two_layers(traced, models, tmp_path, batch, options=EAGER | BF16)
-    assert {name: found.get(name, 0) for name in ("h2d", "d2h", "waits")} == {"h2d": 0, "d2h": 0, "waits": 0}
-    assert found["launches"] == 2 * launches
+def test_our_layer_neither_waits_nor_copies_and_launches_few(batch, launches, eager):
+    assert {name: eager[batch].get(name, 0) for name in NO_WAIT} == NO_WAIT
+    assert eager[batch]["launches"] == 2 * launches
+
+
+def test_our_layer_moves_the_rooflines_bytes(eager, models):
+    """At batch 1 the router selects four experts."""
+    config = GptOssConfig.from_directory(models[2])
+    lengths = range(CONTEXT + FEWER, CONTEXT + MORE)
+    keys = sum(lengths) / len(lengths) + config.sliding_window
+    weights = roofline.attention_parameters(config) + roofline.router_parameters(config)
+    experts = config.num_experts_per_tok * roofline.expert_bytes(config, "bf16")
+    needed = 2 * (2 * weights + experts) + keys * roofline.kv_bytes_per_token(config)
+    assert 1 < eager[1]["bytes"] / needed < 1.05
 
 
 ON_9_1 = {"async_scheduling": False}  # vLLM 0.23 would schedule a step ahead of its tokens
@@ -101,33 +124,21 @@ ON_9_1 = {"async_scheduling": False}  # vLLM 0.23 would schedule a step ahead of
     indirect=["traced"],
 )
 def test_our_layer_neither_waits_nor_copies_on_9_1(traced, batch, launches, models, tmp_path):
-    found = step_of_two_layers(traced, models, tmp_path, batch, options=EAGER | BF16 | ON_9_1)
-    assert {name: found.get(name, 0) for name in ("h2d", "d2h", "waits")} == {"h2d": 0, "d2h": 0, "waits": 0}
+    (found,) = steps_of_two_layers(traced, models, tmp_path, batch, options=EAGER | BF16 | ON_9_1)
+    assert {name: found.get(name, 0) for name in NO_WAIT} == NO_WAIT
     assert found["launches"] == 2 * launches
-
-
-def test_our_layer_moves_the_rooflines_bytes(traced, models, tmp_path):
-    """At batch 1 the router selects four experts."""
-    found = step_of_two_layers(traced, models, tmp_path, 1, options=EAGER | BF16)
-    config = GptOssConfig.from_directory(models[2])
-    lengths = range(CONTEXT + FEWER, CONTEXT + MORE)
-    keys = sum(lengths) / len(lengths) + config.sliding_window
-    weights = roofline.attention_parameters(config) + roofline.router_parameters(config)
-    experts = config.num_experts_per_tok * roofline.expert_bytes(config, "bf16")
-    needed = 2 * (2 * weights + experts) + keys * roofline.kv_bytes_per_token(config)
-    assert 1 < found["bytes"] / needed < 1.05
 
 
 def test_between_captured_graphs_ours_neither_waits_nor_copies(traced, models, tmp_path):
     """Three requests in a bucket of four: the padded row costs one launch more, which zeroes the tail."""
-    found = step_of_two_layers(traced, models, tmp_path, 3, options=BF16)
-    assert {name: found.get(name, 0) for name in ("h2d", "d2h", "waits")} == {"h2d": 0, "d2h": 0, "waits": 0}
+    (found,) = steps_of_two_layers(traced, models, tmp_path, 3, options=BF16)
+    assert {name: found.get(name, 0) for name in NO_WAIT} == NO_WAIT
     assert found["replays"] == 2
 
 
 def test_the_counts_show_the_cost_of_small_operators(traced, models, tmp_path):
     """Their experts read the rows of each expert on the host, twice a layer."""
-    found = step_of_two_layers(traced, models, tmp_path, 1, options=EAGER | BF16, variables=SMALL_OPS)
+    (found,) = steps_of_two_layers(traced, models, tmp_path, 1, options=EAGER | BF16, variables=SMALL_OPS)
     assert found["waits"] == 2 * 3
     assert found["d2h"] == 2 * 2
     assert found["launches"] > 2 * 70

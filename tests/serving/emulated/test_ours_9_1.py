@@ -6,46 +6,11 @@ import re
 
 import pytest
 
-from tests.serving.emulated.rounds import (
-    EAGER,
-    FULL,
-    LENGTHS,
-    PIECEWISE,
-    SPOILT,
-    THREE_IN_A_BUCKET_OF_FOUR,
-    TOKENS,
-    graphs,
-    right,
-    turn,
-)
+from tests.serving.emulated.rounds import EAGER, FULL, SPOILT, TOKENS, graphs, right, turn
 from tests.serving.emulated.test_full_graphs import SHARED_PREFIX, SMALL_CACHE
-from tests.serving.emulated.test_modes import ORDINARY, PIECES, PURE, SIZES
-from tests.serving.emulated.test_two_devices import PARALLEL
+from tests.serving.emulated.test_modes import ORDINARY, PURE
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
-
-FULL_AND_PIECEWISE = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
-# options, graphs captured for a size, and graphs replayed by a decode step
-MODES = {
-    "eager": (EAGER, 0, 0),
-    "piecewise": (PIECEWISE, PIECES, PIECES),
-    "full decode graphs": ({}, 1, 1),
-    "full and piecewise": (FULL_AND_PIECEWISE | {"async_scheduling": False}, PIECES + 1, 1),
-}
-
-
-@pytest.mark.parametrize("mode", [*list(MODES)[:-1], pytest.param("full and piecewise", marks=pytest.mark.long)])
-def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
-    """Replays the graphs of the start in every decode step."""
-    options, graphs_a_size, graphs_a_step = MODES[mode]
-    rounds = ORDINARY + PURE
-    results, printed = serve_9_1(rounds, options=options)
-    assert right(rounds, results, expected) == [True] * len(rounds)
-    assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
-    captured, replays = graphs(printed)
-    assert captured == [len(SIZES) * graphs_a_size] * (len(rounds) + 1), "at the start"
-    assert replays[len(ORDINARY) :] == [(TOKENS - 1) * graphs_a_step] * len(PURE)
 
 
 @pytest.mark.long
@@ -53,24 +18,6 @@ def test_without_our_launch_the_layer_rotates_by_vllm_ascend(serve_9_1, expected
     rounds = ORDINARY + PURE[:1]
     results, _ = serve_9_1(rounds, variables={"NPU_GPTOSS_KERNEL_DENSE_ROTATE_WRITE": "small_ops"})
     assert right(rounds, results, expected) == [True] * len(rounds)
-
-
-QUICK = ("full decode graphs", "TP=2, experts in parallel")
-
-
-@pytest.mark.parametrize(
-    ("mode", "how"),
-    [
-        pytest.param(mode, how, marks=[pytest.mark.long] * ((mode, how) != QUICK))
-        for mode in list(MODES)[:-1]
-        for how in PARALLEL
-    ],
-)
-def test_two_devices_equal_transformers_in_float32(mode, how, serve_9_1, expected):
-    rounds = [turn((5,), seed=3), turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
-    results, printed = serve_9_1(rounds, options={**MODES[mode][0], **PARALLEL[how]})
-    assert right(rounds, results, expected) == [True, True, True]
-    assert ("decode, FULL" in printed) == ("full" in mode)
 
 
 def test_full_graphs_follow_each_steps_lengths_or_are_left(serve_9_1, expected):
@@ -106,17 +53,6 @@ def test_preempted_requests_of_two_groups_equal_transformers(options, groups, se
     results, printed = serve_9_1(rounds, options=SMALL_CACHE | options)
     assert right(rounds, results, expected) == [True, True, True, not groups]
     assert (re.findall(r'"preempted": (\d+)', printed)[1] != "0") == groups
-
-
-@pytest.mark.long
-def test_where_full_graphs_fail_the_pieces_are_captured(serve_9_1, expected):
-    """A full decode graph always holds CANN's operator. vllm-ascend has prepared whole graphs by then."""
-    rounds = [turn(SPOILT)]
-    results, printed = serve_9_1(rounds, options=FULL, variables={"NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops"})
-    assert right(rounds, results, expected) == [True]
-    assert "FULL_DECODE_ONLY does not work here (attention runs attention.paged.small_ops, and a full" in printed
-    assert "mixed prefill-decode, PIECEWISE" in printed
-    assert "decode, FULL" not in printed
 
 
 @pytest.mark.long

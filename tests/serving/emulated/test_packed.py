@@ -109,16 +109,19 @@ def test_packed_experts_answer_bit_for_bit_as_expanded_ones(serve: Serve, trace:
         assert (launches(trace, kernel) > earlier) == (stack == "9.1"), kernel
 
 
+def check_same(serve: Serve, **how: Any) -> None:
+    expanded, _ = serve(ROUNDS[:1], **how, variables=EXPANDED)
+    packed, _ = serve(ROUNDS[:1], **how, variables=PACKED)
+    assert isinstance(packed[0], list), packed[0]
+    assert packed == expanded
+
+
 @pytest.mark.long
 @on_stacks()
 @pytest.mark.parametrize("experts", [False, True], ids=["TP=2", "EP=2"])
 @pytest.mark.parametrize("mode", ["eager", "full decode graphs"])
 def test_two_devices_share_packed_experts(serve: Serve, mode: str, experts: bool) -> None:
-    options = {**BF16, **MODES[mode], "tensor_parallel_size": 2, "enable_expert_parallel": experts}
-    expanded, _ = serve(ROUNDS[:1], options=options, variables=EXPANDED)
-    packed, _ = serve(ROUNDS[:1], options=options, variables=PACKED)
-    assert isinstance(packed[0], list), packed[0]
-    assert packed == expanded
+    check_same(serve, options={**BF16, **MODES[mode], "tensor_parallel_size": 2, "enable_expert_parallel": experts})
 
 
 # 3 groups of 32: a rank of four has 24 columns, of which some begin and some end within a group
@@ -137,22 +140,7 @@ def test_four_devices_cut_packed_experts_within_a_group_of_32(
     write_random_checkpoint(model, vocab_size=VOCABULARY, layers=LAYERS, mxfp4=True, **THREE_GROUPS)
     # vLLM 0.11 sets 4 GiB of the host aside for each device
     options = {**BF16, **MODES[mode], "tensor_parallel_size": 4, **({"swap_space": 0} if stack == "8.3" else {})}
-    how = {"options": options, "model": model}
-    expanded, _ = serve(ROUNDS[:1], **how, variables=EXPANDED)
-    packed, _ = serve(ROUNDS[:1], **how, variables=PACKED)
-    assert isinstance(packed[0], list), packed[0]
-    assert packed == expanded
-
-
-@pytest.mark.long
-@on_stacks()
-def test_a_scale_that_is_off_by_one_is_seen(serve: Serve) -> None:
-    options = {**BF16, **EAGER}
-    packed, _ = serve(ROUNDS[:1], options=options, variables=PACKED)
-    assert isinstance(packed[0], list), packed[0]
-    spoilt, _ = serve(ROUNDS[:1], options=options, variables=PACKED, spoil="packed_scale_off_by_one")
-    assert isinstance(spoilt[0], list), spoilt[0]
-    assert spoilt != packed
+    check_same(serve, options=options, model=model)
 
 
 @pytest.mark.long
