@@ -30,6 +30,8 @@ parser = make_arg_parser(FlexibleArgumentParser())
 for line in json.load(sys.stdin):
     print(line, file=sys.stderr)
     parser.parse_args(line)
+print("done", file=sys.stderr)
+parser.parse_args(["DIR", "--max-model-length", "1"])
 """
 
 
@@ -119,12 +121,10 @@ def test_vllm_takes_every_vllm_serve_of_a_page() -> None:
     ]
     assert len(lines) >= 3
     environment = {**os.environ, "NPU_GPTOSS_PLATFORM": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
-    for given, status in ((lines, 0), ([["DIR", "--max-model-length", "1"]], 2)):
-        command = [sys.executable, "-c", VLLM_PARSER]
-        run = subprocess.run(
-            command, input=json.dumps(given), env=environment, cwd=ROOT, capture_output=True, text=True
-        )
-        assert run.returncode == status, run.stderr[-3000:]
+    command = [sys.executable, "-c", VLLM_PARSER]
+    run = subprocess.run(command, input=json.dumps(lines), env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert "done\n" in run.stderr, run.stderr[-3000:]
+    assert run.returncode == 2, "an option that does not exist was taken"
 
 
 OWN_TEST = ("docs/add-a-kernel.md", "docs/serving-on-cpu.md")  # their Python has tests elsewhere

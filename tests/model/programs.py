@@ -1,8 +1,8 @@
 """Lists the programs that Triton would compile for a warm-up and for random steps, by its own keys, without a GPU; and
 compiles the Gluon programs to the machine code of a Hopper GPU.
 
-python -m tests.model.programs '[{"experts": 32, "gluon": true, "ranks": 1, "change": "", "reach": {...}}, ...]'
-python -m tests.model.programs --compile '["name", "ring", ""]'
+python -m tests.model.programs '[{"experts": 32, "gluon": true, "ranks": 1, "reach": {...}}, ...]'
+python -m tests.model.programs --compile
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -24,8 +23,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
-from npu_gptoss.attention.triton.decode import decode_kernel
-from npu_gptoss.dense.triton import hopper, launch_hopper
 from npu_gptoss.kernels import triton_launch
 from npu_gptoss.kernels.platform import Platform, platform_override
 from npu_gptoss.model import warm_up as subject
@@ -116,22 +113,6 @@ def serve(model: GptOss, caches: list[KVCache], step: StepMetadata, graph_rows: 
             model.attend(index, query, cache, step)
 
 
-def change(patch: pytest.MonkeyPatch, how: str) -> None:
-    """The mistakes that must be seen."""
-    powers_up_to = subject.powers_up_to
-    if how == "sizes":
-        patch.setattr(subject, "sizes", lambda most, ends=(): [most])
-    elif how == "longest":
-        patch.setattr(subject, "powers_up_to", lambda most: [1] if most > 1500 else powers_up_to(most))
-    elif how == "tokens":
-        patch.setattr(subject, "HEAD_ROWS", 1)
-    elif how == "prompts":
-        patch.setattr(subject, "PROMPT_ROWS", 1)
-    elif how == "specialised":
-        for parameter in decode_kernel.params:
-            patch.setattr(parameter, "do_not_specialize", False)
-
-
 def missing(experts: int, gluon: bool, ranks: int, reach: subject.Reach) -> list[str]:
     """The programs of random steps beyond those of the warm-up."""
     asked.clear()
@@ -174,22 +155,14 @@ def innermost(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else innermost(error.__cause__)
 
 
-def refused(change: str) -> dict[str, list[str]]:
-    """The faults of each Gluon kernel's programs: the compiler's message, or too much shared memory.
-
-    change: a mistake that must be seen: a `name` that a release of Gluon has not, or a `ring` of too many tiles.
-    """
+def refused() -> dict[str, list[str]]:
+    """The faults of each Gluon kernel's programs: the compiler's message, or too much shared memory."""
     launches.clear()
     binder.cache_clear()
     here = Platform("cuda", frozenset({"triton"}), (9, 0), HOPPER_RELEASE)
     found: dict[str, list[str]] = {}
     with platform_override(here), pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_launch, "supports_pdl", lambda device: True)
-        if change == "name":
-            patch.delattr(hopper, "barrier")
-        elif change == "ring":
-            ring = launch_hopper._ring
-            patch.setattr(launch_hopper, "_ring", lambda *of: replace(ring(*of), stages=64))
         model = model_of(32, 1)
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         memory = empty(8, BLOCK_SIZE, heads, 2 * dim, dtype=torch.bfloat16)
@@ -197,7 +170,7 @@ def refused(change: str) -> dict[str, list[str]]:
         subject.warm_up(model, caches, subject.Reach(rows=2048, decode_rows=32, keys=1024))
         for kernel, args, kwargs in launches.values():
             name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
-            if not kernel.is_gluon() or (change and "dense" not in name):
+            if not kernel.is_gluon():
                 continue
             wrong = found.setdefault(name.removeprefix("npu_gptoss."), [])
             try:
@@ -217,14 +190,10 @@ def main() -> None:
     layout._check_scales = lambda scales: None  # looks at values
     if sys.argv[1] == "--compile":
         driver.set_active(NoDriver())  # type: ignore[arg-type]
-        print(json.dumps([refused(change) for change in json.loads(sys.argv[2])]))
+        print(json.dumps(refused()))
         return
-    answers = []
-    for question in json.loads(sys.argv[1]):
-        with pytest.MonkeyPatch.context() as patch:
-            change(patch, question.pop("change"))
-            answers.append(missing(**question | {"reach": subject.Reach(**question["reach"])}))
-    print(json.dumps(answers))
+    questions = json.loads(sys.argv[1])
+    print(json.dumps([missing(**each | {"reach": subject.Reach(**each["reach"])}) for each in questions]))
 
 
 if __name__ == "__main__":
