@@ -4,7 +4,7 @@
     python -m tests.endure tools --stack emulated-9.1 --minutes 20
     python -m tests.endure mix --stack emulated --mode full --requests 3000
     python -m tests.endure --list
-    python -m tests.endure --table outputs/endure
+    python -m tests.endure --table outputs/endure --picture
 
 Writes a record of each run. The exit status is 1 when a promise is broken, 3 when the run was too short to judge one.
 On a GPU an answer may be another than alone where fp32 on the CPU shows a near-tie (tests/near_ties.py).
@@ -26,9 +26,10 @@ from subprocess import TimeoutExpired
 
 from npu_gptoss.engine import Engine
 from npu_gptoss.errors import InputError
+from npu_gptoss.files import write_atomically
 from scripts import serve_here
 from tests.endure import judge
-from tests.endure.loop import AHEAD, IN_FLIGHT, RESTART_EVERY, Findings, Loop
+from tests.endure.loop import AHEAD, IN_FLIGHT, PATIENCE, RESTART_EVERY, Findings, Loop
 from tests.endure.scenarios import SCENARIOS
 from tests.endure.server import ASK_EVERY, EMULATED, MODES, NAME, ROOT, STACKS, Served, Stack, Watch, key_value_use
 from tests.serving.server import Server, wait_for
@@ -47,13 +48,14 @@ def endure(
     seed: int = 1,
     in_flight: int = IN_FLIGHT,
     ahead: int = AHEAD,
+    patience: float = PATIENCE,
     every: float = ASK_EVERY,
     progress: bool = False,
 ) -> judge.Record:
     """One run of a scenario against a server that is ready."""
     scenario, shown, leftovers = SCENARIOS[name], time.monotonic(), []
     stack = served.stack
-    loop = Loop(served.url, seed, priorities=stack.policy == "priority", rounds=stack.rounds)
+    loop = Loop(served.url, seed, patience=patience, priorities=stack.policy == "priority", rounds=stack.rounds)
     watch = Watch(served.url, lambda: -1 if loop.outage else served.process.pid, stack.stack == "cuda", every)
 
     def show(findings: Findings) -> None:
@@ -159,12 +161,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="where records go (default outputs/endure)")
     parser.add_argument("--list", action="store_true", help="list the scenarios")
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table of the records there")
+    parser.add_argument("--picture", action="store_true", help="with --table: write an SVG beside each record")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(f"{name:14} {scenario.about}" for name, scenario in SCENARIOS.items()))
         return 0
     if options.table:
-        print(judge.table(judge.load(options.table)))
+        records = judge.load(options.table)
+        for record in records if options.picture else ():
+            path = options.table / f"endure-{record.stack}-{record.scenario}-{record.seed}.svg"
+            write_atomically(path, judge.picture(record).encode())
+        print(judge.table(records))
         return 0
     if options.mode and options.stack not in EMULATED:
         parser.error("--mode is of the emulated 910B")

@@ -1,7 +1,6 @@
 """Honest requests of the endurance runs: each greedy one has one right answer, taken without other load.
 
-A streamed request is compared with the answer of its whole twin: nothing may be lost on the way. Replies are read by
-tests/frontend/apis.py, which raises AssertionError for a stream that is no client's.
+A streamed request is compared with the answer of its whole twin: nothing may be lost on the way.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.endure.server import NAME
-from tests.frontend.apis import APIS
 from tests.serving.hostile import CHAT, COMPLETIONS, RESPONSES
 
 MESSAGES = "/v1/messages"
-READERS = {CHAT: APIS["chat"], RESPONSES: APIS["responses"], MESSAGES: APIS["messages"]}
 Body = dict[str, Any]
 Answer = dict[str, Any]  # what is compared
+Reader = Callable[[list[Any]], Answer]  # of the pieces of a reply: one, or a stream's
 TOKEN_IDS = {"return_token_ids": True}  # of a chat's or a completion's body
 
 
@@ -32,14 +30,13 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Honest:
-    """`check`: raises Wrong for an answer that breaks a promise of its own. `read`: of a whole reply, in place of its
-    route's reader."""
+    """`check`: raises Wrong for an answer that breaks a promise of its own. `read`: in place of its route's reader."""
 
     kind: str
     route: str
     body: Body
     check: Callable[[Answer], None] = lambda answer: None
-    read: Callable[[Body], Answer] | None = None
+    read: Reader | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -60,16 +57,8 @@ class Honest:
         """Equal for requests with one answer."""
         return self.route + json.dumps(self.whole.body, sort_keys=True)
 
-    def answer(self, text: str, pieces: list[Body]) -> Answer:
-        """Of a reply's text and its pieces: one, or a stream's."""
-        if self.read is not None:
-            answer = self.read(pieces[0])
-        elif self.route == COMPLETIONS:
-            answer = read_completion(text, pieces, self.is_streamed)
-        else:
-            reader = READERS[self.route]
-            turn = reader.streamed(text) if self.is_streamed else reader.whole(pieces[0])
-            answer = dict(zip(("content", "reasoning", "calls", "finish"), turn, strict=True)) | spent(pieces)
+    def answer(self, pieces: list[Any]) -> Answer:
+        answer = (self.read or READERS[self.route, self.is_streamed])(pieces)
         self.check(answer)
         return answer
 
@@ -115,20 +104,65 @@ def message(kind: str, text: str | list[Body], **fields: Any) -> Honest:
 BASE = {"model": NAME, "temperature": 0}
 
 
-# --- readers of what tests/frontend does not read
+# --- readers: the pieces of a reply -> what is compared ---
 
 
-def spent(pieces: list[Body]) -> Answer:
-    """The counts of tokens that a reply tells last."""
-    told = [usage for piece in pieces if (usage := piece.get("usage") or (piece.get("response") or {}).get("usage"))]
+def _of_message(message: Body, finish: str, usage: list[int]) -> Answer:
+    functions = [call["function"] for call in message.get("tool_calls") or []]
     return {
-        name: told[-1][name] for name in ("prompt_tokens", "completion_tokens", "output_tokens") if name in told[-1]
+        "content": message.get("content") or "",
+        "reasoning": message.get("reasoning_content") or "",
+        "calls": [(function["name"], _arguments(function["arguments"])) for function in functions],
+        "finish": finish,
+        "usage": usage,
     }
 
 
-def read_logprobs(piece: Body) -> Answer:
+def _arguments(written: str) -> str:
+    """Normalises them: vLLM 0.33 rewrites the arguments of a whole answer, and streams the model's text."""
+    try:
+        return json.dumps(json.loads(written), sort_keys=True)
+    except ValueError:  # cut off
+        return written
+
+
+def _only(finishes: list[str]) -> str:
+    if len(finishes) != 1:
+        raise Wrong(f"a stream has one finish_reason, this one has {finishes}")
+    return finishes[0]
+
+
+def _count(piece: Body) -> list[int]:
+    usage = piece["usage"]
+    return [usage["prompt_tokens"], usage["completion_tokens"]]
+
+
+def read_chat(pieces: list[Any]) -> Answer:
+    (choice,) = pieces[0]["choices"]
+    return _of_message(choice["message"], choice["finish_reason"], _count(pieces[0]))
+
+
+def read_chat_stream(pieces: list[Any]) -> Answer:
+    """The deltas put together as a client does; a stream has one finish reason."""
+    text: dict[str, str] = {"content": "", "reasoning_content": ""}
+    calls: dict[int, dict[str, str]] = {}
+    finishes = []
+    for choice in (choice for piece in pieces for choice in piece["choices"]):
+        for name in text:
+            text[name] += choice["delta"].get(name) or ""
+        for call in choice["delta"].get("tool_calls") or []:
+            function = call.get("function") or {}
+            place = calls.setdefault(call["index"], {"name": "", "arguments": ""})
+            place["name"] += function.get("name") or ""
+            place["arguments"] += function.get("arguments") or ""
+        finishes += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    written = {**text, "tool_calls": [{"function": call} for _, call in sorted(calls.items())]}
+    return _of_message(written, _only(finishes), _count(pieces[-1]))
+
+
+def read_logprobs(pieces: list[Any]) -> Answer:
     """As a chat; every token of the answer has its log-probability, and the chosen one is the likeliest."""
-    (choice,) = piece["choices"]
+    (choice,) = pieces[0]["choices"]
     tokens = choice["logprobs"]["content"]
     text = b"".join(bytes(token["bytes"]) for token in tokens).decode()
     if text != choice["message"]["content"]:
@@ -137,22 +171,96 @@ def read_logprobs(piece: Body) -> Answer:
         best = max(other["logprob"] for other in token["top_logprobs"])
         if token["logprob"] < best - 1e-6:
             raise Wrong(f"greedy took {token['token']!r} at {token['logprob']}, {best} was there")
-    return {"turn": READERS[CHAT].whole(piece)} | spent([piece])
+    return read_chat(pieces)
 
 
-def read_samples(piece: Body) -> Answer:
+def read_samples(pieces: list[Any]) -> Answer:
     """n sampled choices: each is there, ended, and not empty. Their texts are chance."""
-    for choice in piece["choices"]:
+    choices = pieces[0]["choices"]
+    for choice in choices:
         message = choice["message"]
         if choice["finish_reason"] not in ("stop", "length", "tool_calls"):
             raise Wrong(f"finish_reason {choice['finish_reason']}")
         if not (message.get("content") or message.get("reasoning_content") or message.get("tool_calls")):
             raise Wrong("an empty choice")
-    return {"indices": sorted(choice["index"] for choice in piece["choices"])}
+    return {"indices": sorted(choice["index"] for choice in choices)}
 
 
-def read_completion(text: str, pieces: list[Body], is_streamed: bool) -> Answer:
-    assert not is_streamed or text.endswith("data: [DONE]\n\n"), "the stream has no end"
+def read_completion(pieces: list[Any]) -> Answer:
+    (choice,) = pieces[0]["choices"]
+    return {"text": choice["text"], "finish": choice["finish_reason"], "usage": _count(pieces[0])}
+
+
+def read_completion_stream(pieces: list[Any]) -> Answer:
     choices = [choice for piece in pieces for choice in piece["choices"]]
-    (finish,) = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    return {"text": "".join(choice["text"] for choice in choices), "finish": finish} | spent(pieces)
+    finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return {"text": "".join(c["text"] for c in choices), "finish": _only(finishes), "usage": _count(pieces[-1])}
+
+
+def read_response(pieces: list[Any]) -> Answer:
+    answer, items = pieces[0], []
+    for item in answer["output"]:
+        if item["type"] == "function_call":
+            items.append(["call", item["name"], item["arguments"]])
+        else:
+            items.append([item["type"], "".join(part.get("text", "") for part in item.get("content") or [])])
+    return {"status": answer["status"], "items": items}
+
+
+def read_response_stream(pieces: list[Any]) -> Answer:
+    """The final object; the deltas have to add up to it."""
+    if pieces[-1]["type"] not in ("response.completed", "response.incomplete"):
+        raise Wrong(f"the last event is {pieces[-1]['type']}")
+    numbers = [piece["sequence_number"] for piece in pieces]
+    if numbers != sorted(set(numbers)):
+        raise Wrong("sequence numbers do not rise")
+    answer = read_response([pieces[-1]["response"]])
+    for kind, delta in (("message", "output_text"), ("call", "function_call_arguments")):
+        pieced = "".join(piece["delta"] for piece in pieces if piece["type"] == f"response.{delta}.delta")
+        final = "".join(item[-1] for item in answer["items"] if item[0] == kind)
+        if pieced != final:
+            raise Wrong(f"the deltas of a {kind} say {pieced[:80]!r}, the final object says {final[:80]!r}")
+    return answer
+
+
+def read_message(pieces: list[Any]) -> Answer:
+    blocks = []
+    for block in pieces[0]["content"]:
+        value = block.get("text", block.get("thinking", block.get("input")))
+        blocks.append([block["type"], block.get("name", ""), value])
+    return {"blocks": blocks, "finish": pieces[0]["stop_reason"], "tokens": pieces[0]["usage"]["output_tokens"]}
+
+
+def read_message_stream(pieces: list[Any]) -> Answer:
+    if [pieces[0]["type"], pieces[-1]["type"]] != ["message_start", "message_stop"]:
+        raise Wrong(f"a stream from {pieces[0]['type']} to {pieces[-1]['type']}")
+    blocks: dict[int, list[Any]] = {}
+    end: Body = {}
+    for piece in pieces:
+        if piece["type"] == "content_block_start":
+            blocks[piece["index"]] = [piece["content_block"]["type"], piece["content_block"].get("name", ""), ""]
+        elif piece["type"] == "content_block_delta":
+            delta = piece["delta"]
+            words = delta.get("text", delta.get("thinking", delta.get("partial_json", "")))
+            blocks[piece["index"]][2] += words
+        elif piece["type"] == "message_delta":
+            end = piece
+    for block in blocks.values():
+        block[2] = json.loads(block[2] or "{}") if block[0] == "tool_use" else block[2]
+    return {
+        "blocks": [blocks[place] for place in sorted(blocks)],
+        "finish": end["delta"]["stop_reason"],
+        "tokens": end["usage"]["output_tokens"],
+    }
+
+
+READERS: dict[tuple[str, bool], Reader] = {
+    (CHAT, False): read_chat,
+    (CHAT, True): read_chat_stream,
+    (COMPLETIONS, False): read_completion,
+    (COMPLETIONS, True): read_completion_stream,
+    (RESPONSES, False): read_response,
+    (RESPONSES, True): read_response_stream,
+    (MESSAGES, False): read_message,
+    (MESSAGES, True): read_message_stream,
+}

@@ -1,4 +1,4 @@
-"""The results of endurance runs: a record of each (JSON), its verdicts, and the table of the page.
+"""The results of endurance runs: a record of each (JSON), its verdicts, the table and the picture of the page.
 
 A slope is that of a straight line through the medians of WINDOWS equal parts of the run after its first third, by least
 squares, with a confidence of 95 %. A run under ENOUGH minutes, or too restless for the bound, is "not judged": no pass.
@@ -21,8 +21,6 @@ KEPT, BROKEN, NOT_JUDGED = "kept", "BROKEN", "not judged"
 HEALTH_LIMIT = 5.0  # seconds
 WINDOWS = 20
 WARM_UP = 1 / 3
-LEAST = 12  # of these windows have points: sparse ones say nothing
-STUDENT = 2.23  # the 97.5 % quantile of Student's t at 10 degrees of freedom; 2.10 at the 18 of a full run
 ENOUGH = 10.0  # minutes; a process takes memory for its first requests
 # a minute: MiB, numbers, and of a time its share
 BOUNDS = {"memory": 0.5, "descriptors": 0.5, "threads": 0.2, "first token": 0.02, "between tokens": 0.02}
@@ -42,6 +40,13 @@ def said_of(name: str, slope: Slope | None) -> str:
     return verdict_of(name, slope) + (f": {slope[0]:+.3f} ± {slope[1]:.3f}" if slope else "")
 
 
+def student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, within 1 % from 3 degrees of freedom on (Abramowitz and Stegun, 26.7.5)."""
+    z, n = statistics.NormalDist().inv_cdf(0.975), freedom
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / n**power for power, term in enumerate(terms))
+
+
 def windows(points: Points, number: int) -> Points:
     """The medians of so many equal parts of the time; parts without a point are left out."""
     first, last = points[0][0], points[-1][0]
@@ -59,13 +64,13 @@ def slope_of(what: str, points: Points) -> Slope | None:
     kind = what.partition(", ")[0]
     points = [point for point in points if point[0] >= points[-1][0] * WARM_UP]
     parts = windows(points, WINDOWS) if points and points[-1][0] >= ENOUGH else []
-    if len(parts) < LEAST:
+    if len(parts) < 5:
         return None
     minutes, values = zip(*parts, strict=True)
     line = statistics.linear_regression(minutes, values)
     rest = [value - line.intercept - line.slope * minute for minute, value in parts]
     spread = math.sqrt(sum((minute - statistics.mean(minutes)) ** 2 for minute in minutes))
-    half = STUDENT * math.sqrt(sum(one * one for one in rest) / (len(parts) - 2)) / spread
+    half = student(len(parts) - 2) * math.sqrt(sum(one * one for one in rest) / (len(parts) - 2)) / spread
     unit = statistics.median(values) if kind in ("first token", "between tokens") else 1.0
     return line.slope / unit, half / unit
 
@@ -246,3 +251,23 @@ def said_of_slopes(runs: Sequence[Record]) -> str:
         unsure = {"all"}
     words = [f"{what}: {', '.join(sorted(some))}" for what, some in (("grows", grows), (NOT_JUDGED, unsure)) if some]
     return "; ".join(words) or "flat"
+
+
+def picture(record: Record) -> str:
+    """Each series of a run as a line over its minutes (SVG)."""
+    width, high = 250, 90
+    shapes = [f'<text x="10" y="18">{record.stack}, {record.scenario}: {record.requests} requests</text>']
+    for place, (name, points) in enumerate(sorted(record.series.items())):
+        left, top = 10 + place % 3 * (width + 15), 30 + place // 3 * (high + 35)
+        last, least, most = points[-1][0] or 1, min(v for _, v in points), max(v for _, v in points)
+        line = " ".join(
+            f"{left + minute / last * width:.1f},{top + high - (v - least) / ((most - least) or 1) * high:.1f}"
+            for minute, v in points
+        )
+        verdict = said_of(name, record.slopes[name]) if name in record.slopes else ""
+        shapes.append(f'<polyline points="{line}" fill="none" stroke="#1f5fbf"/>')
+        shapes.append(f'<text x="{left}" y="{top + high + 13}">{name}: {least:.4g} to {most:.4g}</text>')
+        shapes.append(f'<text x="{left}" y="{top + high + 26}" fill="#777">{verdict}</text>')
+    size = f"{3 * (width + 15) + 10} {60 + (len(record.series) + 2) // 3 * (high + 35)}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="11">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *shapes, "</svg>"]) + "\n"
