@@ -19,7 +19,6 @@ from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
     yarn,
 )
 from npu_gptoss.serving.releases.vllm_0_33 import (  # noqa: F401
-    VALIDATION_ARGUMENTS,
     as_written,
     count_steps,
     counts_steps,
@@ -55,6 +54,7 @@ MODULES = STAYED | {
 }
 
 
+VALIDATION_ARGUMENTS = ("self", "structured_outputs_config", "tokenizer")
 DRAFTERS = ("ngram", "eagle3")  # methods of --speculative-config
 MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in vLLM's copy of config.json
 

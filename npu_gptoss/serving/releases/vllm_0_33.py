@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -106,7 +105,7 @@ def load_tokenizer(model_config: Any) -> Any:
     return cached_tokenizer_from_config(model_config=model_config)
 
 
-VALIDATION_ARGUMENTS = ("self", "structured_outputs_config", "tokenizer")
+VALIDATION_ARGUMENTS = ("self", "model_config", "structured_outputs_config", "tokenizer")
 
 
 def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
@@ -114,11 +113,10 @@ def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
     from vllm.sampling_params import SamplingParams
 
     from npu_gptoss.serving.compat.patch import vllms_own
+    from npu_gptoss.serving.releases import vllm  # 0.23 uses this function too
 
-    validate = vllms_own(SamplingParams, "_validate_structured_outputs")
-    model = {"model_config": vllm_config.model_config}  # not in 0.23
-    known = model if "model_config" in inspect.signature(validate).parameters else {}
-    validate(params, **known, structured_outputs_config=vllm_config.structured_outputs_config, tokenizer=tokenizer)
+    configs = {name: getattr(vllm_config, name) for name in vllm.VALIDATION_ARGUMENTS if name.endswith("_config")}
+    vllms_own(SamplingParams, "_validate_structured_outputs")(params, **configs, tokenizer=tokenizer)
 
 
 def structure_key(params: Any) -> tuple[Any, str]:
