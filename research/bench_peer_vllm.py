@@ -89,15 +89,10 @@ class Peer:
             "enable_prefix_caching": False,
             "max_num_seqs": max([128, *args.batch]),
             "max_num_batched_tokens": TOKENS_PER_STEP,
-            "load_format": "dummy" if args.dummy else "auto",
             "tensor_parallel_size": args.tp,
         }
-        if args.kv_gib:
-            options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
         if args.moe_backend:
             options["moe_backend"] = args.moe_backend
-        if args.capture_sizes:
-            options["compilation_config"] = {"cudagraph_capture_sizes": sorted({*args.capture_sizes, *args.batch})}
         self.settings = {**options, "flashinfer_installed": find_spec("flashinfer") is not None}
         start = time.perf_counter()
         self.llm = LLM(model=str(args.model), skip_tokenizer_init=True, disable_log_stats=True, **options)
@@ -185,7 +180,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the checkpoint; needs no tokenizer")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the records are written")
-    parser.add_argument("--dummy", action="store_true", help="take vLLM's dummy weights: only config.json is read")
     parser.add_argument("--weights", default="mxfp4", help="the checkpoint's format, for the records (%(default)s)")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, nargs="*", default=[1024])
@@ -194,8 +188,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="prompts of each length that count (%(default)s)")
     parser.add_argument("--max-model-len", type=int, default=131072)
     parser.add_argument("--memory", type=float, default=0.92, help="vLLM's gpu_memory_utilization (%(default)s)")
-    parser.add_argument("--kv-gib", type=float, help="size of the KV cache (default: the memory that is left)")
-    parser.add_argument("--capture-sizes", type=int, nargs="+", help="batches to capture as graphs (vLLM's own)")
     parser.add_argument("--moe-backend", help="vLLM's backend for the experts (its own choice)")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (%(default)s)")
     args = parser.parse_args(arguments)

@@ -42,7 +42,7 @@ from scripts.serve_here import ours, serving_environment, start, stop, tail, wai
 
 OURS, STOCK = "ours", "stock"
 NAME = "gpt-oss"
-INPUT, OUTPUT = 1024, 256
+LENGTHS = (1024, 256)  # tokens of a prompt and of its answer
 WARM_UP_OUTPUT, WARM_UP_REQUESTS = 32, 4  # tokens of an answer; at least so many requests
 START_SECONDS, POINT_SECONDS, PATIENCE = 400, 240, 5
 TIMES = ("ttft", "itl", "tpot")
@@ -57,53 +57,54 @@ DEFINITIONS = {
     "itl_ms": "between two pieces of a stream, over all of them; a piece is a token, or several when the client lags",
     "clients": "processes of `vllm bench serve` that share the streams and send at the same time",
     "tpot_ms": "from a request's first token to its last, by the tokens after the first; over requests",
-    "input_tokens": f"of a random prompt, mean; {OUTPUT} tokens are generated for each whatever they are, greedily",
+    "input_tokens": "of a random prompt, mean; output_tokens are generated for each whatever they are, greedily",
 }
-Round = tuple[int, int, int]  # streams, requests, tokens of each answer
+Round = tuple[int, int, int, int]  # streams, requests, tokens of each prompt, tokens of each answer
 
 _servers: list[int] = []  # process groups
 
 
-def requests_of(streams: int) -> int:
-    """Requests of a point: several rounds, so that the first prompts weigh little, in a minute or so for an engine."""
-    return max(12, streams * (6 if streams <= 64 else 4))
+def requests_of(streams: int, output: int) -> int:
+    """Requests of a point: several rounds, so that the first prompts weigh little, in a minute or two for an engine."""
+    return max(12, streams * (2 if output > 512 else 6 if streams <= 64 else 4))
 
 
-def rounds_of(streams: Sequence[int]) -> list[Round]:
+def rounds_of(streams: Sequence[int], lengths: Sequence[tuple[int, int]]) -> list[Round]:
     """For each point the round that warms it up, and the point itself."""
     rounds = []
-    for each in streams:
-        rounds += [(each, max(each, WARM_UP_REQUESTS), WARM_UP_OUTPUT), (each, requests_of(each), OUTPUT)]
+    for (read, output), each in itertools.product(lengths, streams):
+        rounds += [(each, max(each, WARM_UP_REQUESTS), read, WARM_UP_OUTPUT)]
+        rounds += [(each, requests_of(each, output), read, output)]
     return rounds
 
 
 def shares_of(whole: Round, clients: int) -> list[Round | None]:
     """The part of each client; None where there are fewer streams than clients."""
-    streams, requests, output = whole
+    streams, requests, *lengths = whole
     busy = min(streams, clients)
     parts = [[total // busy + (n < total % busy) for n in range(busy)] for total in (streams, requests)]
-    return [*((*part, output) for part in zip(*parts, strict=True)), *[None] * (clients - busy)]
+    return [*((*part, *lengths) for part in zip(*parts, strict=True)), *[None] * (clients - busy)]
 
 
 def arguments_of(url: str, tokenizer: Path, part: Round, seed: int) -> list[str]:
     """For `vllm bench serve`. Prompts differ between seeds."""
-    streams, requests, output = part
+    streams, requests, read, output = part
     flags = {"base-url": url, "model": NAME, "tokenizer": tokenizer, "seed": seed, "temperature": 0}
-    flags |= {"dataset-name": "random", "random-input-len": INPUT, "random-output-len": output}
+    flags |= {"dataset-name": "random", "random-input-len": read, "random-output-len": output}
     flags |= {"num-prompts": requests, "max-concurrency": streams}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [*words, "--ignore-eos", "--disable-tqdm", "--save-detailed"]
 
 
-def row_of(results: Sequence[Mapping[str, Any]], streams: int) -> dict[str, Any]:
+def row_of(results: Sequence[Mapping[str, Any]], point: Round) -> dict[str, Any]:
     """A record of a point from the results of its clients. Raises RuntimeError for answers that are not whole."""
-    requests = requests_of(streams)
+    streams, requests, _, output = point
     completed, tokens, read = (
         sum(result[name] for result in results) for name in ("completed", "total_output_tokens", "total_input_tokens")
     )
-    if completed != requests or tokens != requests * OUTPUT:
+    if completed != requests or tokens != requests * output:
         raise RuntimeError(
-            f"{streams} streams: expected {requests} answers of {OUTPUT} tokens, got {completed} with "
+            f"{streams} streams: expected {requests} answers of {output} tokens, got {completed} with "
             f"{tokens} in all; the server's log says why"
         )
     begins, firsts, gaps = (
@@ -113,13 +114,13 @@ def row_of(results: Sequence[Mapping[str, Any]], streams: int) -> dict[str, Any]
     ends = [begin + first + sum(gap) for begin, first, gap in zip(begins, firsts, gaps, strict=True)]
     duration = max(ends) - min(begins)
     times = {"ttft": firsts, "itl": [each for gap in gaps for each in gap]}
-    times["tpot"] = [sum(gap) / (OUTPUT - 1) for gap in gaps]
+    times["tpot"] = [sum(gap) / (output - 1) for gap in gaps]
     return {
         "streams": streams,
         "requests": requests,
         "clients": len(results),
         "input_tokens": round(read / requests),
-        "output_tokens": OUTPUT,
+        "output_tokens": output,
         "duration_s": round(duration, 3),
         "output_tokens_per_s": round(tokens / duration, 2),
         **{f"{time}_{kind}_ms": round(1e3 * of(times[time]), 3) for time in TIMES for kind, of in STATISTICS.items()},
@@ -206,7 +207,7 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
     port = free_port()
     url, log = f"http://127.0.0.1:{port}", args.out / f"{name}.log"
     command = serve_command(args.model, engine, gpus, port, args.flags)
-    points = rounds_of(args.streams)
+    points = rounds_of(args.streams, args.lengths)
     server = start(command, environment, log)
     _servers.append(server.pid)
     clients: list[Client] = []
@@ -227,13 +228,13 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
         keys = {"model": model_name(config), "weights": "bf16" if config.quantization is None else "mxfp4"}
         keys["layout"] = f"tp{len(gpus.split(','))}"
         rows: list[dict[str, Any]] = []
-        for streams, _, output in points:
-            busy = clients[: min(streams, args.clients)]
+        for point in points:
+            busy = clients[: min(point[0], args.clients)]
             for each in busy:
                 each.begin()
             found = [each.answer(POINT_SECONDS) for each in busy]
-            if output == OUTPUT:
-                rows.append({**keys, **row_of(found, streams)})
+            if point[3] != WARM_UP_OUTPUT:
+                rows.append({**keys, **row_of(found, point)})
                 print(engine, json.dumps(rows[-1]), flush=True)
                 content = document("serving", DEFINITIONS, settings, rows, ours=engine == OURS)
                 save(args.out / f"serving_{name}.json", content)
@@ -241,6 +242,11 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
         for each in clients:
             each.end()
         stop(server, PATIENCE)
+
+
+def lengths(text: str) -> tuple[int, int]:
+    read, output = map(int, text.split("x"))
+    return read, output
 
 
 def free_port() -> int:
@@ -280,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", default=[OURS, STOCK], help="ours, stock, stock:BACKEND (both)")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="where servers run; engines take turns on each (0)")
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 64, 16, 1])
+    lengths_help = "tokens of prompts and answers; InferenceX asks for 1024x1024 1024x8192 8192x1024 (1024x256)"
+    parser.add_argument("--lengths", type=lengths, nargs="+", default=[LENGTHS], metavar="INxOUT", help=lengths_help)
     parser.add_argument("--clients", type=int, default=1, metavar="N", help="processes that send (1)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="further flags for each `vllm serve`")
     args = parser.parse_args(arguments)

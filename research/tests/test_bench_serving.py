@@ -15,27 +15,28 @@ from research import bench_serving as script
 from scripts import serve_here
 
 OURS_LINE = "(EngineCore pid=1) INFO 11-24 [model.py:96] npu-gptoss computes all of gpt-oss by its own kernels."
+POINT = (16, 96, 1024, 256)
 STOCK_LINE = "(EngineCore pid=1) INFO 11-24 [mxfp4.py:9] Using 'TRITON' Mxfp4 MoE backend."
 
 
 def result(streams: int, requests: int | None = None, gap: float = 0.001, **changes: Any) -> dict[str, Any]:
     """Results of a client: requests begin together, have a first token after 0.1 s and one every `gap` s."""
-    requests = requests or script.requests_of(streams)
-    found = {"completed": requests, "total_output_tokens": requests * script.OUTPUT}
+    requests = requests or script.requests_of(streams, 256)
+    found = {"completed": requests, "total_output_tokens": requests * 256}
     times = {"start_times": [5.0] * requests, "ttfts": [0.1] * requests, "itls": [[gap] * 255] * requests}
     return {**found, **times, "total_input_tokens": requests * 1024, **changes}
 
 
 def test_cut_or_refused_answers_are_no_measurement():
-    assert script.row_of([result(16)], 16)["requests"] == 96
-    for broken in ({"completed": 95}, {"total_output_tokens": 96 * script.OUTPUT - 1}):
+    assert script.row_of([result(16)], POINT)["requests"] == 96
+    for broken in ({"completed": 95}, {"total_output_tokens": 96 * 256 - 1}):
         with pytest.raises(RuntimeError, match="16 streams: expected 96 answers of 256 tokens"):
-            script.row_of([result(16, **broken)], 16)
+            script.row_of([result(16, **broken)], POINT)
 
 
 def test_clients_that_send_together_are_one_measurement():
     """Speeds of clients that end at different times do not add up, and their percentiles have no mean."""
-    row = script.row_of([result(16, 48), result(16, 48, gap=0.003, start_times=[5.5] * 48)], 16)
+    row = script.row_of([result(16, 48), result(16, 48, gap=0.003, start_times=[5.5] * 48)], POINT)
     duration = 0.5 + 0.1 + 255 * 0.003
     assert row["clients"] == 2
     assert row["duration_s"] == pytest.approx(duration, abs=1e-3)
@@ -44,8 +45,8 @@ def test_clients_that_send_together_are_one_measurement():
 
 
 def test_clients_share_streams_and_requests_without_rest():
-    assert script.shares_of((5, 31, 256), 2) == [(3, 16, 256), (2, 15, 256)]
-    assert script.shares_of((1, 12, 256), 2) == [(1, 12, 256), None]
+    assert script.shares_of((5, 31, 9, 256), 2) == [(3, 16, 9, 256), (2, 15, 9, 256)]
+    assert script.shares_of((1, 12, 9, 256), 2) == [(1, 12, 9, 256), None]
 
 
 @pytest.mark.parametrize(("engine", "lines"), [("ours", [STOCK_LINE]), ("stock", [OURS_LINE]), ("ours", [])])
@@ -119,7 +120,14 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "document", lambda what, d, settings, rows, ours: {"records": rows})
 
     def run(engines: list[str], gpus: list[str], streams: list[int]) -> SimpleNamespace:
-        options = {"engines": engines, "gpus": gpus, "streams": streams, "clients": 1, "flags": []}
+        options = {
+            "engines": engines,
+            "gpus": gpus,
+            "streams": streams,
+            "clients": 1,
+            "flags": [],
+            "lengths": [(1024, 256)],
+        }
         args = argparse.Namespace(model=tmp_path, out=tmp_path, **options)
         whole = [script.lane(args, number) for number in range(len(gpus))]
         return SimpleNamespace(whole=whole, asked=asked, places=places)
@@ -155,6 +163,13 @@ def test_each_point_is_warmed_up_at_its_own_streams(measured, tmp_path):
         sent = [(flag(each, "max-concurrency"), flag(each, "num-prompts")) for each in asked]
         assert sent == [(16, 16), (16, 96), (1, 4), (1, 12)]
         assert len({flag(each, "seed") for each in asked}) == 4, "a prompt is sent twice"
+
+
+def test_long_answers_take_as_long_as_short_ones():
+    rounds = script.rounds_of([4, 64], [script.lengths("1024x256"), script.lengths("8192x1024")])
+    assert rounds[1::2] == [(4, 24, 1024, 256), (64, 384, 1024, 256), (4, 12, 8192, 1024), (64, 128, 8192, 1024)]
+    asked = script.arguments_of("u", Path("t"), rounds[5], 0)
+    assert (flag(asked, "random-input-len"), flag(asked, "random-output-len")) == (8192, 1024)
 
 
 def test_a_failure_keeps_earlier_points_and_the_next_engine(measured, tmp_path, capsys):
