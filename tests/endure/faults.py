@@ -16,6 +16,7 @@ import contextlib
 import json
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -149,6 +150,11 @@ async def jumps(served: Served, folder: Path) -> None:
     (folder / "clock").write_text("+0")
 
 
+async def hoards(served: Served, folder: Path) -> None:
+    """Another process takes all of the GPU's free memory for 10 s."""
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", HOARD], check=True, timeout=60)
+
+
 # FOLDER is replaced by the run's folder
 SMALL = (
     "mount -t tmpfs -o size=16m tmpfs /dev/shm && mount -t tmpfs -o size=256k tmpfs FOLDER/small && "
@@ -160,6 +166,32 @@ CLOCK = (
     ("FAKETIME_TIMESTAMP_FILE", "FOLDER/clock"),
     *(("FAKETIME_NO_CACHE", "1"), ("FAKETIME_DONT_FAKE_MONOTONIC", "1")),
 )
+# In each process of the server SIGUSR1 writes to an address of the GPU that is nobody's: the context is lost.
+ILLEGAL = """
+import signal
+import triton, triton.language as tl
+@triton.jit
+def store(at):
+    tl.store(at.to(tl.pointer_type(tl.int32)), 1)
+signal.signal(signal.SIGUSR1, lambda *_: store[(1,)](1 << 60))
+"""
+INJECTED = ("sh", "-c", 'PYTHONPATH=FOLDER/injected:$PYTHONPATH exec "$@"', "sh")
+HOARD = """
+import time, torch
+held = []
+for size in (1 << 30, 1 << 24):
+    try:
+        while True:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        pass
+time.sleep(10)
+"""
+GPU = {
+    "stack": Stack("cuda"),
+    "variables": (("VLLM_BATCH_INVARIANT", "1"),),  # answers in a batch are those alone
+    "lacks": "" if shutil.which("nvidia-smi") else "no NVIDIA GPU is here",
+}
 TWO = Stack("emulated-9.1", devices=2)
 FAULTS: dict[str, Fault] = {
     "SIGKILL of the engine": Fault(send(signal.SIGKILL, "core"), ends=True),
@@ -179,6 +211,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "SIGKILL of a rank of two": Fault(send(signal.SIGKILL, "worker"), ends=True, stack=TWO),
     "SIGSTOP of a rank of two (a silent HCCL peer) for 15 s": Fault(send(signal.SIGSTOP, "worker", 15), stack=TWO),
+    "SIGKILL of the engine of a GPU": Fault(send(signal.SIGKILL, "core"), ends=True, **GPU),
+    "an illegal address in a kernel": Fault(send(signal.SIGUSR1, "core"), ends=True, before=INJECTED, **GPU),
+    "another process takes all memory of the GPU": Fault(hoards, **GPU),
 }
 
 
@@ -210,6 +245,8 @@ def provoke(name: str, fault: Fault, model: Path) -> Seen:
         folder = Path(place)
         (folder / "small").mkdir()
         (folder / "clock").write_text("+0")
+        (folder / "injected").mkdir()
+        (folder / "injected/sitecustomize.py").write_text(ILLEGAL)
         before = tuple(word.replace("FOLDER", place) for word in fault.before)
         variables = {key: value.replace("FOLDER", place) for key, value in fault.variables}
         served = Served(fault.stack, model, folder / "log", before, variables).start()

@@ -173,6 +173,8 @@ class Run:
 def served(asked: Run, model: Path, log: Path, then: Callable[[Any], None] = lambda process: None) -> dict[str, Any]:
     """Returns the record of a run. then: called with the server, which has no restart left."""
     variables = {"NPU_GPTOSS_ENGINE_RESTARTS": str(max(1, asked.kills))}
+    if asked.stack == "cuda":
+        variables["VLLM_BATCH_INVARIANT"] = "1"  # tokens in a batch are those alone
     engines = ("--data-parallel-size", str(asked.engines)) if asked.engines > 1 else ()
     server = Served(Stack(asked.stack), model, log, variables=variables, flags=engines).start()
     try:

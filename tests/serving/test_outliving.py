@@ -25,6 +25,7 @@ RUNS = {
     "short, two engines": (replace(SHORT, engines=2), pytest.mark.long),
     "short, CANN 8.3": (replace(SHORT, stack="emulated"), EMULATED),
     "short, CANN 9.1": (replace(SHORT, stack="emulated-9.1"), EMULATED),
+    "short, CUDA": (Run("cuda", streams=44, kills=4), [pytest.mark.cuda, pytest.mark.long]),
     "all": (Run(), pytest.mark.long),
     "all, two engines": (Run(engines=2), pytest.mark.long),
 }
