@@ -27,7 +27,7 @@ _OF_LIBRARIES = """
 """
 _MOST_BYTES = dict.fromkeys(_OF_LIBRARIES.split(), 100 * MIB) | MOST_BYTES
 _MOST_FILES = 10_000
-_OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_OBJECTS = ("tokenizer_config.json", "preprocessor_config.json")  # vLLM reads the second for every model
 
 
 def check_directory(
@@ -76,7 +76,8 @@ def check_tokenizer(directory: Path, config: GptOssConfig) -> None:
     for name in _OBJECTS:
         path = directory / name
         if is_there(path, InputError) and not isinstance(read_json(path, InputError), dict):
-            raise InputError(f"{path}: expected a JSON object. Get it from the original checkpoint.", field=path.name)
+            said = "expected a JSON object. Get it from the original checkpoint, or delete it"
+            raise InputError(f"{path}: {said}.", field=path.name)
     check_template(directory)
     path = directory / TOKENIZER_NAME
     check_vocabulary(path, load_tokenizer(path), config.vocab_size)

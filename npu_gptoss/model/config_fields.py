@@ -189,6 +189,7 @@ _WORDS_OF_THE_MODEL = """
 _SPEAKS_OF_THE_MODEL = re.compile("|".join(_WORDS_OF_THE_MODEL.split()), re.IGNORECASE)
 _UNKNOWN = {
     "auto_map": ("it asks to run code from the checkpoint, which this package never does", "remove the field"),
+    "speculators_config": ("it belongs to a draft head", "give the head to --speculative-config, and this model alone"),
     "text_config": ("it belongs to a multimodal wrapper", "use the text model alone"),
 }
 _NO_FIELD = (
@@ -205,6 +206,15 @@ def check_all(values: Any, prefix: str = "") -> None:
             rule.check(name, getattr(values, field))
 
 
+# Read by transformers for every model, which ends at another value; gpt-oss has no labels
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+_LABELS: dict[str, Callable[[Any], bool]] = {
+    "id2label": lambda v: isinstance(v, Mapping) and all(re.fullmatch(r"\d+", str(name)) for name in v),
+    "label2id": lambda v: isinstance(v, Mapping),
+    "num_labels": is_int,
+    "problem_type": lambda v: v in _PROBLEMS,
+}
+_FLOATS = ("initializer_range", "rms_norm_eps", "router_aux_loss_coef", "swiglu_limit")
 _ALIASES = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
 
 
@@ -216,9 +226,15 @@ def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("torch_dtype", "dtype"):
         if isinstance(made.get(name), str):
             made[name] = made[name].removeprefix("torch.")
-    for name in ("quantization_config", "layer_types"):
+    for name in ("quantization_config", "layer_types", "auto_map"):
         if made.get(name, MISSING) is None:
             del made[name]
+    for name, holds in _LABELS.items():
+        if name in made and not holds(made[name]):
+            del made[name]
+    for name in _FLOATS:  # transformers 5 takes no whole number for one
+        if is_int(made.get(name)) and is_number(made[name]):
+            made[name] = float(made[name])
     for alias, name in _ALIASES.items():
         if alias in made:
             made.setdefault(name, made[alias])

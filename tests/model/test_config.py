@@ -168,6 +168,8 @@ def test_list_of_end_tokens_is_kept_whole() -> None:
         ("rope_parameters", None),
         ("quantization_config.modules_to_not_convert", ABSENT),
         ("quantization_config.dequantize", True),
+        *((name, None) for name in ("auto_map", "id2label", "label2id", "num_labels", "problem_type", "text_config")),
+        *(("id2label", value) for value in (7, ["x"], {"a": 1}, {"0": "LABEL_0"})),
     ],
 )
 def test_fields_without_effect_leave_the_model_alone(field: str, value: Any) -> None:
@@ -254,6 +256,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "initial_context_length": (8192,),
     "num_experts": (128,),
     # unknown
+    "speculators_config": (7, {}),
     "num_nextn_predict_layers": (1,),
     "auto_map": (1, {}),
     "anything": ({"structured": 1}, [1]),

@@ -126,6 +126,7 @@ RRUU | --task embed
 RRRA | --convert embed
 RRRA | --convert classify
 RRRA | --model-impl transformers
+RRRR | --model-impl terratorch
 SSSS | --model-impl vllm
 SSSS | --load-format safetensors
 SSSA | --load-format dummy
@@ -137,6 +138,9 @@ RRRA | --load-format mistral
 SSSS | --load-format runai_streamer
 SSSS | --load-format fastsafetensors
 RRSS | --speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+VVVV | --speculative-config 2
+SSVV | --distributed-executor-backend nonsense
+VVVV | --data-parallel-backend nonsense
 VVVV | --speculative-config '{"method": "eagle3", "model": "/nowhere/head", "num_speculative_tokens": 3}'
 SSSS | --kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
 SSSS | --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'

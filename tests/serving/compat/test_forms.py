@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from tokenizers import Tokenizer
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.platforms import current_platform
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.harmony.rendering import CONTROL
 from npu_gptoss.model.check import check_directory
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import accounted, expected_tensors
@@ -59,6 +62,115 @@ def test_form_is_not_read_differently_by_vllm(form: Form, bases: Path, tmp_path:
     assert len(list(accounted(loaded, config, folder))) == len(expected_tensors(config))
     assert tokenizer.encode(TEXT) == [0, 7, 1]
     assert tokenizer.decode([0, 1]) == "alpha beta"
+
+
+TOKENIZER, MAP = "tokenizer_config.json", "special_tokens_map.json"
+TYPES = (None, True, -1, "x", [], ["x"], {}, {"a": 1}, {"content": "<|zz|>", "special": True})
+FIELDS = """
+    additional_special_tokens added_tokens_decoder add_bos_token add_prefix_space auto_map backend bos_token
+    clean_up_tokenization_spaces eos_token extra_special_tokens fast_tokenizer_files from_slow init_inputs is_local
+    model_input_names model_max_length model_specific_special_tokens name_or_path pad_token padding_side
+    split_special_tokens tokenizer_class tokenizer_file tokenizer_object truncation_side unk_token
+"""
+ADDED = {"content": "<|zz|>", "special": True, "lstrip": True, "rstrip": True, "normalized": False}
+
+
+RIGHT = [[0, 7, 1, 100, 250, 100], "alpha w7 beta w100 w250 w100", 256, 250]
+
+
+def read(tokenizer: Any) -> list[object]:
+    """Everything of a tokenizer that reaches an answer."""
+    ids = tokenizer.encode(TEXT + " , w250 .")
+    return [ids, tokenizer.decode(ids), len(tokenizer), tokenizer.eos_token_id]
+
+
+def loaded(folder: Path, patched) -> list[object]:
+    """From a new folder each time: vLLM keeps the tokenizer of an old one."""
+    with patched(*REPAIRS):
+        return read(load_tokenizer(EngineArgs(model=str(folder), max_model_len=256).create_model_config()))
+
+
+@pytest.mark.parametrize("field", FIELDS.split())
+def test_field_beside_the_tokenizer_changes_no_token(field: str, bases: Path, tmp_path: Path, patched) -> None:
+    for number, value in enumerate(TYPES):
+        folder = tmp_path / str(number)
+        shutil.copytree(bases / "bf16-single", folder)
+        values = json.loads((folder / TOKENIZER).read_text()) | {field: value}
+        (folder / TOKENIZER).write_text(json.dumps(values))
+        checkpoint.check(EngineArgs(model=str(folder), max_model_len=256))
+        assert loaded(folder, patched) == RIGHT, value
+
+
+BESIDE = {
+    "a token that only its list has": {TOKENIZER: {"added_tokens_decoder": {"256": ADDED}}},
+    "another name for a token": {TOKENIZER: {"added_tokens_decoder": {"7": ADDED | {"content": "w7"}}}},
+    "no file": {TOKENIZER: None},
+    "a token of the map": {MAP: {"pad_token": "<pad>", "additional_special_tokens": ["<img>"]}},
+    "a map that is a list": {MAP: []},
+    "an old list of tokens": {TOKENIZER: {}, "added_tokens.json": {"<|zz|>": 300, "a": "b"}},
+    "a token that ends nothing": {TOKENIZER: {"eos_token": "w7"}},
+    "a class of Mistral": {TOKENIZER: {"tokenizer_class": "MistralCommonTokenizer"}},
+    "a token's text with its flags": {TOKENIZER: {"eos_token": ADDED | {"content": "w250"}}},
+}
+
+
+@pytest.mark.parametrize("files", BESIDE.values(), ids=BESIDE)
+def test_file_beside_the_tokenizer_changes_no_token(files, bases: Path, tmp_path: Path, patched) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(bases / "bf16-single", folder)
+    for name, values in files.items():
+        (folder / name).unlink(missing_ok=True)
+        if values is not None:
+            (folder / name).write_text(json.dumps(values))
+    checkpoint.check(EngineArgs(model=str(folder), max_model_len=256))
+    assert loaded(folder, patched) == RIGHT
+
+
+def test_tokenizer_of_a_hub_or_without_config_json_is_read_alike(bases: Path, tmp_path: Path, patched) -> None:
+    from transformers import AutoTokenizer
+
+    repository = tmp_path / "models--org--model"
+    folder = repository / "snapshots" / "a"
+    shutil.copytree(bases / "bf16-single", folder)
+    (folder / TOKENIZER).write_text('{"extra_special_tokens": null}')
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a")
+    with patched(*REPAIRS):
+        hub = AutoTokenizer.from_pretrained("org/model", cache_dir=tmp_path, local_files_only=True)
+        assert read(hub) == RIGHT
+        (folder / "config.json").unlink()
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens([*CONTROL])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        assert read(AutoTokenizer.from_pretrained(folder))[:2] == RIGHT[:2]
+
+
+def test_tokenizer_takes_what_a_program_gives_it(bases: Path, patched) -> None:
+    from transformers import AutoTokenizer
+
+    with patched(*REPAIRS):
+        given = AutoTokenizer.from_pretrained(bases / "bf16-single", padding_side="left", pad_token="w3", use_fast=True)
+    assert given(["alpha", "alpha beta"], padding=True).input_ids == [[3, 0], [0, 1]]
+    assert given.model_input_names == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"swiglu_limit": 7, "router_aux_loss_coef": 0, "initializer_range": 0},
+        dict.fromkeys(("auto_map", "id2label", "label2id", "num_labels", "problem_type", "max_length", "vocab")),
+        {"id2label": ["x"], "label2id": 7, "num_labels": "2", "problem_type": "x"},
+        {"id2label": {"a": 1}, "label2id": {"a": 1}, "num_labels": 2.5},
+    ],
+    ids=["whole numbers", "null", "labels", "names for numbers"],
+)
+def test_config_without_a_meaning_of_its_own_starts(fields, bases: Path, tmp_path: Path, patched) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(bases / "bf16-single", folder)
+    changed_config(**fields)(folder)
+    with patched(*REPAIRS):
+        model = EngineArgs(model=str(folder), max_model_len=256).create_model_config()
+    assert GptOssConfig.from_dict(as_written(model.hf_config.to_dict())) == check_directory(bases / "bf16-single")
 
 
 YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "truncate": False}

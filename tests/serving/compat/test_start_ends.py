@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError, model_validator
 
 pytest.importorskip("vllm")
 
@@ -118,6 +119,8 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
             f"No such thing. It is odd. {ends.REMEDY}.",
         ),
         (KeyError("x"), "KeyError: 'x'. "),
+        (AttributeError("'int' object has no attribute 'items'"), "Give an object in braces"),
+        (AssertionError(("only ray or mp, got %s", "x")), "only ray or mp, got x. "),
     ],
 )
 def test_a_reason_is_one_line_with_a_remedy(error: Exception, words: str) -> None:
@@ -127,10 +130,23 @@ def test_a_reason_is_one_line_with_a_remedy(error: Exception, words: str) -> Non
     assert re.search(r"\w\.$", said)
 
 
+class Failing(BaseModel):
+    value: int
+
+    @model_validator(mode="after")
+    def check(self) -> Failing:
+        if self.value < 2:
+            raise AssertionError  # as Python does outside of tests, which spell it out
+        return self
+
+
 def test_a_bare_assertion_shows_its_source() -> None:
     with pytest.raises(AssertionError) as caught:
         exec(compile("value = 1\nassert value > 2", __file__, "exec"))
     assert ends.sentence(caught.value).startswith("AssertionError: ")
+    with pytest.raises(ValidationError) as wrapped:
+        Failing(value=1)
+    assert ends.sentence(wrapped.value).startswith("raise AssertionError ")
 
 
 def test_a_wrong_flag_ends_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:

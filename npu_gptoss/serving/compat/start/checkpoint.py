@@ -91,6 +91,8 @@ def check(options: EngineArgs) -> None:
     if ends.serves() and (words := [word for word in sys.argv if word.startswith("--config=")]):
         said = f"{words[0]}: vLLM passes over this spelling. Write a blank in place of the equals sign."
         raise InputError(said, field=words[0])
+    if options.model_impl == "terratorch":  # vLLM ends at an assertion before it asks a model
+        raise InputError(Refusal("--model-impl", options.model_impl, "TerraTorch has no language models"))
     rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # only in 0.11.0
     config = check_directory(
         directory,

@@ -41,6 +41,8 @@ _LEAVE, _PATH = "Leave out the option that needs it, or install it", "Check the 
 _DOWNLOAD = "Download the model first (`hf download openai/gpt-oss-20b`), or give the path of a checkpoint"
 _MEMORY = "Ask for less memory: a smaller --max-model-len, or another --gpu-memory-utilization"
 _COUNTS = "Give --max-model-len, --max-num-seqs and --max-num-batched-tokens as numbers above 0"
+_SIZES = "Give at least 1 to --tensor-parallel-size, --decode-context-parallel-size and --data-parallel-size"
+_OBJECT = "Give an object in braces to each option that takes JSON, such as --speculative-config"
 _YAML = "Give --config one YAML file with lines of the form `option: value`"
 _GGUF = "Take the model's safetensors, in MXFP4 or BF16"
 REMEDIES = (
@@ -54,7 +56,9 @@ REMEDIES = (
     (r"[Qq]uantization (method|is currently)", "Leave out --quantization: the checkpoint's own format is served"),
     (r"max_num_batched_tokens \(-|max_num_batched_tokens \(0|negative dimension", _COUNTS),
     (r"max_num_batched_tokens \(\d", "Use a larger --max-num-batched-tokens or a smaller --max-num-seqs"),
-    (r"modulo by zero|data_parallel_rank \(0", "Give at least 1 to --tensor-parallel-size and --data-parallel-size"),
+    (r"modulo by zero|data_parallel_rank \(0", _SIZES),
+    (r"'(int|float)' object has no attribute|must be a mapping", _OBJECT),
+    (r"values to unpack", "Give an option that names a class its module too, as in `package.module.Class`"),
     (r"object has no attribute 'items'|while (parsing|scanning)|[Cc]onfig file", _YAML),
     (r"divisible by tensor parallel", "Use a --tensor-parallel-size that divides it"),
     (
@@ -159,6 +163,19 @@ def causes(error: BaseException) -> list[object]:
     return [entry.get("ctx", {}).get("error") or _named(entry) for entry in errors()]
 
 
+def _words(error: object) -> str:
+    """The text of an error; of a bare assertion its source."""
+    arguments = getattr(error, "args", ())
+    arguments = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], tuple) else arguments
+    if len(arguments) > 1 and isinstance(arguments[0], str) and arguments[0].count("%s") == len(arguments) - 1:
+        return arguments[0] % arguments[1:]
+    trace = getattr(error, "__traceback__", None)
+    if not str(error) and trace:
+        frame = traceback.extract_tb(trace)[-1]
+        return linecache.getline(frame.filename, frame.lineno).strip()
+    return str(error)
+
+
 def _named(entry: dict[str, Any]) -> str:
     """pydantic's words for a field's value, with the field."""
     field = next(iter(entry.get("loc", ())), None)
@@ -171,13 +188,10 @@ def _ours(error: BaseException) -> bool:
 
 def sentence(error: BaseException) -> str:
     """Returns why a start failed, and what to do."""
-    inner = dict.fromkeys(str(one) for one in causes(error))
+    inner = dict.fromkeys(map(_words, causes(error)))
     if isinstance(error, InputError) or _ours(error):
         return " ".join(inner) if inner else str(error)
-    text = " ".join((" ".join(inner) or str(error)).split())
-    if not text and error.__traceback__:  # a bare assertion: its source
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = linecache.getline(frame.filename, frame.lineno).strip()
+    text = " ".join((" ".join(inner) or _words(error)).split())
     if not inner and not isinstance(error, (RuntimeError, ValueError, OSError)):
         text = f"{type(error).__name__}: {text}"
     text = re.sub(r" ?Please (raise|open|file|report) [^.]*\.?", "", text)

@@ -10,9 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+from npu_gptoss.files import is_there, read_json
+from npu_gptoss.serving.compat.patch import Original, around, repair
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from vllm.engine.arg_utils import EngineArgs
 
 ALL = "0.11 0.23 0.33"
@@ -74,29 +76,77 @@ def _rope_spelled(values: dict[str, Any]) -> dict[str, Any]:
     "tokenizer-class",
     "transformers.models.auto.tokenization_auto:AutoTokenizer.from_pretrained",
     releases=ALL,
-    until="vLLM reads tokenizer.json whatever class is named beside it",
+    until="vLLM reads tokenizer.json whatever the files beside it say",
 )
 def install_tokenizer(module: ModuleType) -> None:
-    """The class in tokenizer_config.json decides: one of transformers 5, or a list of special tokens, ends the start of
-    older releases; `GPT2Tokenizer`, which training may leave there, gives other ids."""
-    expect_source(module.AutoTokenizer.from_pretrained, "get_tokenizer_config")
+    """The files beside tokenizer.json decide: a class or a field of another release ends the start, and others
+    (`split_special_tokens`, an added token, `GPT2Tokenizer`) give other ids than the offline engine's."""
 
     @around(module.AutoTokenizer, "from_pretrained")
     def from_pretrained(original: Original, cls: type, *args: Any, **options: Any) -> Any:
-        from transformers import PreTrainedTokenizerFast, __version__
+        from transformers import PreTrainedTokenizerFast
 
-        written = module.get_tokenizer_config(args[0], **options)
-        extra, wanted = written.get("extra_special_tokens"), written.get("tokenizer_class")
-        known = wanted is None or any(map(module.tokenizer_class_from_name, (wanted, f"{wanted}Fast")))
-        listed = isinstance(extra, list) and int(__version__.partition(".")[0]) < 5
-        if known and not listed and not _of_gpt_oss(Path(args[0])):
+        from npu_gptoss.tokenizer import chat_template
+
+        file = _tokenizer_of_gpt_oss(args[0], options)
+        if file is None:
             return original(cls, *args, **options)
-        if listed:  # what transformers 4 calls by another name
-            options |= {"extra_special_tokens": {}, "additional_special_tokens": extra}
-        return PreTrainedTokenizerFast.from_pretrained(*args, **options)
+        given = {name: value for name, value in options.items() if name not in _OF_LOADING}
+        text, _ = chat_template(file.parent)
+        settings = {"chat_template": text or None, "model_input_names": ["input_ids", "attention_mask"]}
+        made = PreTrainedTokenizerFast(tokenizer_file=str(file), name_or_path=str(args[0]), **settings | given)
+        for name, token in _named_tokens(file.parent, made.backend_tokenizer).items():
+            if name not in given:
+                setattr(made, name, token)
+        return made
 
 
-def _of_gpt_oss(directory: Path) -> bool:
+_OF_HUB = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+_OF_LOADING = (*_OF_HUB, "config", "force_download", "proxies", "tokenizer_type", "trust_remote_code", "use_fast")
+
+
+def _tokenizer_of_gpt_oss(name: Any, options: dict[str, Any]) -> Path | None:
+    """Returns tokenizer.json of gpt-oss in a folder or on a hub; the files beside it that are read are there then."""
+    from transformers.utils import cached_file
+
+    from npu_gptoss.harmony.rendering import CONTROL
     from npu_gptoss.serving.compat.start.checkpoint import is_gpt_oss
+    from npu_gptoss.tokenizer import FILE_NAME, TEMPLATE_NAME
 
-    return (directory / "tokenizer.json").is_file() and (directory / "config.json").is_file() and is_gpt_oss(directory)
+    def found(file: str) -> Path | None:
+        lenient = ("gated_repo", "missing_entries", "connection_errors")
+        hub = {key: options[key] for key in _OF_HUB if key in options}
+        path = cached_file(name, file, **hub, **{f"_raise_exceptions_for_{problem}": False for problem in lenient})
+        return path and Path(path)
+
+    config, path = found("config.json"), None
+    if config is None or is_gpt_oss(config.parent):
+        path = found(FILE_NAME)
+    if path is None or (config is None and not all(word.encode() in path.read_bytes() for word in CONTROL)):
+        return None
+    for file in ("tokenizer_config.json", TEMPLATE_NAME):
+        found(file)
+    return path
+
+
+def _named_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the names that the files give to tokens of tokenizer.json. config.json's token ends an answer, as in the
+    offline engine."""
+    from npu_gptoss.model.config_fields import is_int
+
+    def values(file: str) -> dict[str, Any]:
+        read = read_json(directory / file) if is_there(directory / file) else None
+        return read if isinstance(read, dict) else {}
+
+    written = values("tokenizer_config.json")
+    named = {name: written.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    named = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    ids = values("config.json").get("eos_token_id")
+    ending = ids[0] if isinstance(ids, list) and ids else ids
+    if is_int(ending) and ending >= 0:
+        named["eos_token"] = tokenizer.id_to_token(ending) or named["eos_token"]
+    return {
+        name: token
+        for name, token in named.items()
+        if isinstance(token, str) and tokenizer.token_to_id(token) is not None
+    }
