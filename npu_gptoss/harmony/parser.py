@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_PREFIX = "functions."
 _NAME = r"[\w.-]{1,256}"
+_RECIPIENT = r"[^\s<]{1,256}"  # a tool's name may have other letters
 # Headers that openai-harmony's strict parser reads as the guide means them. It takes a format that stands alone behind
 # the channel (`final json`) for a recipient, so a format needs a recipient before it.
 _WELL_FORMED = re.compile(
@@ -34,7 +35,7 @@ _PARTS = re.compile(
 )
 # What is left of a header that was cut off within one of its parts
 _CUT = re.compile(r"to=?|<\|constrain\|>\s*\w*|code")
-_OTHER_ROLE = re.compile(r"\s*((user|system|developer|tool)\b|\S+ to=assistant\b)")
+_OTHER_ROLE = re.compile(r"\s*((user|system|developer|tool)\b|(?!assistant\b)[^\s<]+ to=assistant\b)")
 _CHANNELS = r"(analysis|commentary|final)\b"
 
 
@@ -51,7 +52,7 @@ def kind_of(
 ) -> Kind | None:
     """The kind of a message by its header; None for a message that is not the assistant's.
 
-    A recipient `functions.NAME` makes a call on any channel, and so does a bare NAME of `functions`, the tools that the
+    A recipient `functions.NAME` makes a call on any channel, and so does NAME of `functions`, the tools that the
     request offers. `commentary` without a recipient is a preamble, which the harmony guide means for the user, as is
     text without a channel. A message to another recipient (a built-in tool that is not offered) is reasoning.
     """
@@ -67,12 +68,21 @@ def kind_of(
 
 
 def function_of(recipient: str | None, functions: Container[str] = ()) -> str | None:
-    """The function that a recipient names, without its prefix; None when it names none."""
+    """The function that a recipient names, without its prefix; None when it names none.
+
+    A name that the request offers may have any letters. From others the model's additions are cut off, and a namespace
+    that it invents (`tools.NAME`, `functions.functions.NAME`) before a name that is offered.
+    """
     if recipient is None:
         return None
-    if recipient.startswith(TOOL_PREFIX):
-        return recipient.removeprefix(TOOL_PREFIX) or None
-    return recipient if recipient in functions else None
+    name = recipient.removeprefix(TOOL_PREFIX)
+    if name in functions:
+        return name
+    name = (re.match(_NAME, name) or [""])[0]
+    last = name.rpartition(".")[2]
+    if name in functions or last in functions:
+        return name if name in functions else last
+    return name or None if recipient.startswith(TOOL_PREFIX) else None
 
 
 def text_of(message: Message) -> str:
@@ -115,8 +125,9 @@ class TolerantParser(StreamableParser):
     """openai-harmony's parser, but it never raises and loses no text of the assistant before the end of its turn.
 
     A header goes to the strict parser when it is well formed. Otherwise channel and recipient are read out of it as far
-    as possible; without either the message is an answer. A message may lack its `<|start|>`. One that ends within its
-    header is text of the channel that the header names. A message of another role is dropped.
+    as possible; without either the message is an answer. A message may lack its `<|start|>` and its `<|end|>`: control
+    tokens are no text. One that ends within its header is text of the channel that the header names. A message of
+    another role is dropped.
 
     spelled: tokens of the published vocabulary with the text of a special or added token (`Encoder.spelled`).
 
@@ -138,6 +149,7 @@ class TolerantParser(StreamableParser):
         self._encoding = encoding
         self._spelled = spelled
         self._start, self._message, self._end = _tokens(encoding, "<|start|><|message|><|end|>")
+        (self._channel,) = _tokens(encoding, "<|channel|>")
         (self._end_of_text,) = _tokens(encoding, "<|endoftext|>")  # a stop token, too, by generation_config.json
         self._turn_ends = frozenset(encoding.stop_tokens_for_assistant_actions())
         self._message_ends = frozenset(encoding.stop_tokens())
@@ -184,6 +196,12 @@ class TolerantParser(StreamableParser):
     def _process_content(self, token: int) -> None:
         self._catch_up()
         self.settled = False
+        if token in (self._start, self._channel):  # the message's end is missing
+            self._process_content(self._end)
+            self._process_outside(token)
+            return
+        if token == self._message:
+            return
         if token in self._message_ends:  # of the others the strict parser begins and ends no message
             self._messages = None
         try:
@@ -240,9 +258,9 @@ class TolerantParser(StreamableParser):
             logger.debug("harmony: a message is dropped because it is not the assistant's: %r", text)
             return False
         logger.debug("harmony: a message's header is malformed, and read as far as possible: %r", text)
-        channel = re.search(rf"<\|channel\|>\W*{_CHANNELS}", text) or re.search(rf"\b{_CHANNELS}", text)
-        recipient = re.search(rf"\bto=({_NAME})", text) or re.search(rf"\b(functions\.{_NAME})", text)
-        return self._begin_message(channel and channel[1], recipient and recipient[1], "json" in text)
+        channels = re.findall(rf"<\|channel\|>\W*{_CHANNELS}", text) or re.findall(rf"\b{_CHANNELS}", text)[:1]
+        recipient = re.search(rf"\bto=\s*({_RECIPIENT})", text) or re.search(rf"\b(functions\.{_RECIPIENT})", text)
+        return self._begin_message(channels[-1] if channels else None, recipient and recipient[1], "json" in text)
 
     def _end_in_header(self) -> None:
         """Reads a message that ends before its `<|message|>`: text outside of the header is its content."""
@@ -291,6 +309,11 @@ class TolerantParser(StreamableParser):
     @property
     def in_header(self) -> bool:
         return self._phase is _Phase.HEADER
+
+    @property
+    def over(self) -> bool:
+        """True behind the end of the turn."""
+        return self._phase is _Phase.OVER
 
     @property
     def in_content(self) -> bool:

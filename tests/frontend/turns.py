@@ -28,6 +28,7 @@ PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"typ
 
 
 ANSWER = THOUGHT + FOUR
+FINAL_FOUR: Answer = ("Four.", "", [], "stop")
 
 
 def flat(value: Any) -> Any:
@@ -141,6 +142,39 @@ TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
         call_to("commentary to=functions.bash <|constrain|>json", '{"cmd":"ls'),
         {"tools": [BASH]},
         ("", "", [["bash", '{"cmd":"ls']], "tool_calls"),
+    ),
+    "no end before the answer": (THOUGHT.removesuffix("<|end|>") + FOUR, {}, ("Four.", "hm", [], "stop")),
+    "neither end nor start before the answer": (
+        THOUGHT.removesuffix("<|end|>") + FOUR.removeprefix(NEXT),
+        {},
+        ("Four.", "hm", [], "stop"),
+    ),
+    "no end before a call": (
+        THOUGHT.removesuffix("<|end|>") + NEXT + CALL,
+        {"tools": [WEATHER]},
+        ("", "hm", [PARIS], "tool_calls"),
+    ),
+    "a second beginning of the text": ("<|channel|>final<|message|>Fo<|message|>ur.<|return|>", {}, FINAL_FOUR),
+    "two channels": ("<|channel|>analysis<|channel|>final<|message|>Four.<|return|>", {}, FINAL_FOUR),
+    "a call of itself": (
+        call_to("commentary to=assistant<|channel|>analysis", '{"cmd":"ls"}'),
+        {"tools": [BASH]},
+        ("", '{"cmd":"ls"}', [], "stop"),
+    ),
+    "a namespace that is not harmony's": (
+        call_to("commentary to=tools.bash <|constrain|>json"),
+        {"tools": [BASH]},
+        ("", "", [["bash", "{}"]], "tool_calls"),
+    ),
+    "harmony's namespace twice": (
+        call_to("commentary to=functions.functions.bash <|constrain|>json"),
+        {"tools": [BASH]},
+        ("", "", [["bash", "{}"]], "tool_calls"),
+    ),
+    "a name with other letters": (
+        call_to("commentary to=functions.fs/read:2 <|constrain|>json"),
+        {"tools": [{"type": "function", "function": BASH["function"] | {"name": "fs/read:2"}}]},
+        ("", "", [["fs/read:2", "{}"]], "tool_calls"),
     ),
     "nothing": ("<|return|>", {}, ("", "", [], "stop")),
 }

@@ -228,7 +228,6 @@ def test_a_header_that_is_cut_off_is_no_text(library, header):
     [
         ("commentary to=functions.bash<|channel|>commentary<|constrain|>json", "functions.bash"),
         ("commentary to=functions.bash<|channel|>commentary <|constrain|>json", "functions.bash"),
-        ("commentary to=functions.bash––commentary <|constrain|>json", "functions.bash"),
         ("commentary to=functions.bash<|constrain|>json", "functions.bash"),
         ("commentary to=functions.bash <|constrain|>json", "functions.bash"),
     ],
