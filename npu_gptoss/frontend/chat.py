@@ -15,13 +15,21 @@ from typing import Any
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading, unread
 from npu_gptoss.frontend.sample import Sample, new_id
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
 from npu_gptoss.frontend.structure import forced_structure, structure_of
-from npu_gptoss.frontend.tools import Tool, custom_input, read_tools
+from npu_gptoss.frontend.tools import Tool, custom_input, read_tools, readable
 from npu_gptoss.frontend.turn import Event, Part, Turn
-from npu_gptoss.harmony.conversation import ConversationError, as_text, chat_message, expected, fields_of, sequence
+from npu_gptoss.harmony.conversation import (
+    ConversationError,
+    as_text,
+    chat_message,
+    expected,
+    fields_of,
+    mapping,
+    sequence,
+)
 from npu_gptoss.harmony.parser import Kind
 
 Json = dict[str, Any]
@@ -49,12 +57,14 @@ PASSED = {
 }
 # Fields that change nothing here, as OpenAI or vLLM describes them, or that apply to other models only.
 WITHOUT_EFFECT = {
-    *("user", "metadata", "store", "service_tier", "prediction", "verbosity", "moderation", "add_special_tokens"),
+    *("user", "metadata", "service_tier", "prediction", "moderation", "add_special_tokens"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"),
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "return_token_offsets"),
     *("guided_decoding_backend", "early_stopping"),  # no effect in vLLM 0.11; for beam search
     "chat_template",  # admission refuses it unless the server trusts its clients; gpt-oss has a fixed format
 }
+# field -> the reason why it has no effect
+LEFT_OUT = {"verbosity": "gpt-oss has no such setting", "store": "this server keeps no chats"}
 # field -> the expected value
 REFUSED = {
     "audio": "no audio: gpt-oss writes text",
@@ -86,24 +96,28 @@ NO_DEFAULTS = Defaults()
 
 def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
     """Reads a request of /v1/chat/completions. Raises ConversationError, which names the field."""
-    warnings = begin(body, _KNOWN, REFUSED)
+    body, warnings = begin(body, _KNOWN, REFUSED, LEFT_OUT)
     if body.get("modalities") not in (None, [], ["text"]):
         raise expected("modalities", "text, which is all that gpt-oss writes", body["modalities"])
     if not sequence(body.get("messages"), "messages"):
         raise expected("messages", "a list of at least one message", body.get("messages"))
     sequence(body.get("functions"), "functions")
-    inner = body.get("reasoning")
+    reasons = mapping(body.get("reasoning"), "reasoning", "an object with an effort")  # OpenRouter's
+    warnings += unread(reasons, "reasoning", ("effort", "exclude"))
     deprecated = body.get("functions") is not None and body.get("tools") is None
     given, choice, parallel = body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
     if deprecated:
         given, choice = [{"type": "function", "function": one} for one in body["functions"]], body.get("function_call")
         choice = {"type": "function", "function": choice} if isinstance(choice, Mapping) else choice
+    else:
+        ignored = [name for name in ("functions", "function_call") if body.get(name)]
+        warnings += [f"{name} has no effect without functions, or with tools" for name in ignored]
     tools = read_tools(given, choice, parallel=parallel is not False and not deprecated)
     messages = body["messages"]
     continued = _continued(body, messages)
     turns, names = [], {}
     for number, message in enumerate(messages if continued is None else messages[:-1]):
-        turns += chat_message(f"messages[{number}]", message, names)
+        turns += chat_message(f"messages[{number}]", _readable(message, f"messages[{number}]", warnings), names)
     if continued is not None and continued[0] == "final":
         last = fields_of(messages[-1])
         turns += chat_message(f"messages[{len(messages) - 1}]", {**last, "content": None}, names)
@@ -115,12 +129,12 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         warnings,
         efforts=[
             ("reasoning_effort", body.get("reasoning_effort")),
-            ("reasoning.effort", inner.get("effort") if isinstance(inner, Mapping) else None),
+            ("reasoning.effort", reasons.get("effort")),
         ],
         continued=continued,
         turns=turns,
         tools=tools,
-        reading=reading(tools, body),
+        reading=reading(tools, body | ({"include_reasoning": False} if reasons.get("exclude") else {})),
         structure=forced_structure(tools, structure_of(body)),
         sampling=_sampling(body),
     )
@@ -136,7 +150,17 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
     )
 
 
-_KNOWN = READ | PASSED | WITHOUT_EFFECT | REFUSED.keys() | {BEAM_SEARCH}
+_KNOWN = READ | PASSED | WITHOUT_EFFECT | LEFT_OUT.keys() | REFUSED.keys() | {BEAM_SEARCH}
+
+
+def _readable(message: Any, place: str, warnings: list[str]) -> Any:
+    """Returns a message, with sentences in a tool's result for parts that are no text. Adds to warnings."""
+    fields = fields_of(message)
+    if fields.get("role") in ("tool", "function"):
+        return {**fields, "content": readable(fields.get("content"), f"{place}.content", warnings)}
+    if fields.get("name"):
+        warnings.append(f"{place}.name has no effect: gpt-oss reads no names of speakers")
+    return message
 
 
 def _sampling(body: Mapping[str, Any]) -> Json:
@@ -363,7 +387,10 @@ class Answer(sample.Answer):
         return lines
 
     def _line(self, choice: Choice, piece: Piece) -> str | None:
-        """Returns the chunk of a piece; None if it adds nothing for the client."""
+        """Returns the chunk of a piece; None if it adds nothing for the client.
+
+        Behind the turn, where only ignore_eos makes the model go on, chunks without text show that it does.
+        """
         request, sample = self.request, choice.sample
         events = sample.read(piece)
         if self._plain and len(events) == 1 and sample.finish is None and (text := choice.more(events[0])) is not None:
@@ -374,7 +401,7 @@ class Answer(sample.Answer):
             about["logprobs"] = self.facts.logprobs(piece, sample.answer)
         if request.with_token_ids and piece.token_ids:
             about["token_ids"] = list(piece.token_ids)
-        if not delta and not about and sample.finish is None:
+        if not delta and not about and sample.finish is None and not choice.turn.parser.over:
             return None
         tail: Json = {"usage": self.usage([sample])} if request.running_usage else {}
         if sample.finish is not None:

@@ -39,13 +39,16 @@ PASSED = {
 }
 # Fields that change nothing here, as Anthropic or vLLM describes them.
 WITHOUT_EFFECT = {
-    *("metadata", "service_tier", "container", "context_management", "cache_control", "betas", "anthropic_beta"),
+    *("metadata", "service_tier", "container", "cache_control", "betas", "anthropic_beta"),
     *("anthropic_version", "inference_geo", "speed", "diagnostics", "billing_policy", "user_profile_id"),
     *("workspace_id", "fallbacks", "fallback_credit_token", "mm_payload", "return_mm_kwargs"),
     *("media_io_kwargs", "mm_processor_kwargs"),
 }
 # field -> the reason why it has no effect
-LEFT_OUT = {"mcp_servers": "this server calls no MCP server"}
+LEFT_OUT = {
+    "mcp_servers": "this server calls no MCP server",
+    "context_management": "this server edits no conversation",
+}
 # field -> the expected value
 REFUSED = {
     "compaction": "a conversation to answer: this server writes no summaries",
@@ -127,13 +130,12 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
 
     Raises ConversationError, which names the field.
     """
-    warnings = begin(body, _KNOWN, REFUSED)
+    body, warnings = begin(body, _KNOWN, REFUSED, LEFT_OUT)
     if not sequence(body.get("messages"), "messages"):
         raise expected("messages", "a list of at least one message", body.get("messages"))
     most = body.get("max_tokens")
-    if not counting and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+    if not counting and (most is None or most < 1):
         raise expected("max_tokens", "a number from 1", most)
-    warnings += [f"{name} is left out: {why}" for name, why in LEFT_OUT.items() if body.get(name)]
     with_reasoning = _with_reasoning(body.get("thinking"), warnings)
     efforts = EFFORTS | dict(defaults.efforts)
     defaults = replace(defaults, efforts=efforts, effort=defaults.effort if with_reasoning else THINKING_OFF)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openai_harmony import Message
+from pydantic import TypeAdapter, ValidationError
 
 from npu_gptoss.frontend.structure import Structure
 from npu_gptoss.frontend.tools import Tools
@@ -15,6 +16,13 @@ from npu_gptoss.harmony.conversation import ConversationError, conversation, exp
 from npu_gptoss.harmony.encoding import Encoder, check_length
 
 Json = dict[str, Any]
+# Fields of any API that are true or false, and whole numbers. Each may be a text, as in vLLM: "false", "2".
+FLAGS = {
+    *("stream", "background", "store", "parallel_tool_calls", "include_reasoning", "include_stop_str_in_output"),
+    *("echo", "continue_final_message", "add_generation_prompt", "return_token_ids", "enable_response_messages"),
+}
+COUNTS = {"n", "min_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens"}
+_TYPES = ((FLAGS, TypeAdapter(bool), "true or false"), (COUNTS, TypeAdapter(int), "a whole number"))
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,8 @@ class Asked:
             channel, text = self.continued
             ids += encoder.header(channel) + encoder.text(text)
         if limit is not None:
-            most = self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens") or 0
-            check_length(limit, len(ids), int(float(most)))  # vLLM's request class reads "5" as 5
+            most = self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens")
+            check_length(limit, len(ids), most or 0)
         return ids
 
     def turn(self, encoder: Encoder) -> Turn:
@@ -103,15 +111,40 @@ def reading(tools: Tools, body: Mapping[str, Any]) -> Reading:
     )
 
 
-def begin(body: Mapping[str, Any], known: Container[str], refused: Mapping[str, str]) -> list[str]:
-    """Returns a warning for each field of the body that is not known.
+def begin(
+    body: Mapping[str, Any], known: Container[str], refused: Mapping[str, str], left_out: Mapping[str, str]
+) -> tuple[Json, list[str]]:
+    """Returns the body with FLAGS and COUNTS in their types, and a warning for each field without effect.
 
-    refused: the expected value of each field that only its absence serves. Raises ConversationError for such a field.
+    refused: the expected value of each field that only its absence serves; raises ConversationError for such a field.
+    left_out: the reason of each field without effect.
     """
     for name, wanted in refused.items():
         if body.get(name) not in (None, []):
             raise expected(name, wanted, body[name])
-    return [f"{name:.80} is no field of this API and has no effect" for name in body if name not in known]
+    warnings = [f"{name:.80} is no field of this API and has no effect" for name in body if name not in known]
+    return typed(body), warnings + [f"{name} is left out: {why}" for name, why in left_out.items() if body.get(name)]
+
+
+def typed(body: Mapping[str, Any]) -> Json:
+    """Returns the body with FLAGS and COUNTS in their types. Raises ConversationError for another value."""
+    found = dict(body)
+    for names, kind, wanted in _TYPES:
+        for name in names.intersection(name for name, value in body.items() if value is not None):
+            try:
+                found[name] = kind.validate_python(body[name])
+            except ValidationError:
+                raise expected(name, wanted, body[name]) from None
+    return found
+
+
+def unread(given: Mapping[str, Any], place: str, read: Container[str]) -> list[str]:
+    """Returns a warning for each member of the object at `place` that is not in `read`."""
+    return [
+        f"{place}.{name:.80} has no effect on gpt-oss"
+        for name, value in given.items()
+        if value is not None and name not in read
+    ]
 
 
 def ask(
@@ -151,12 +184,12 @@ def ask(
 def template_arguments(given: Any, warnings: list[str]) -> dict[str, Any]:
     """Returns the `chat_template_kwargs` that gpt-oss's published template reads, except builtin_tools."""
     place = "chat_template_kwargs"
-    given = {name: value for name, value in mapping(given, place).items() if value is not None}
-    if given.pop("builtin_tools", None):
+    given = mapping(given, place)
+    if given.get("builtin_tools"):
         path = f"{place}.builtin_tools"
         raise ConversationError(f"{path}: this server has no built-in tools; leave it out.", path)
-    if not isinstance(identity := given.get("model_identity", ""), str):
+    if not isinstance(identity := given.get("model_identity") or "", str):
         raise expected(f"{place}.model_identity", "a text", identity)
-    known = {name: given.pop(name) for name in ("reasoning_effort", "model_identity") if name in given}
-    warnings += [f"{place}.{name:.80} has no effect on gpt-oss" for name in given]
-    return known
+    known = ("reasoning_effort", "model_identity")
+    warnings += unread(given, place, (*known, "builtin_tools"))
+    return {name: given[name] for name in known if given.get(name) is not None}

@@ -17,13 +17,13 @@ import binascii
 import json
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from openai_harmony import Message, Role
 
-from npu_gptoss.frontend.tools import SEARCH, UNREADABLE, Tool, Tools, custom_input, names_of
+from npu_gptoss.frontend.tools import SEARCH, Tool, Tools, custom_input, names_of, readable
 from npu_gptoss.frontend.turn import Part
 from npu_gptoss.harmony.conversation import (
     TEXT_PARTS,
@@ -105,12 +105,21 @@ def with_preambles(turns: Sequence[Message]) -> list[Message]:
     return found[::-1]
 
 
-def read_input(given: Any, tools: Tools, before: Conversation, warnings: list[str]) -> Conversation:
-    """Returns the conversation followed by a request's items. Adds a sentence to `warnings` for each omission."""
+def read_input(
+    given: Any,
+    tools: Tools,
+    before: Conversation,
+    warnings: list[str],
+    find: Callable[[str], Mapping[str, Any] | None],
+) -> Conversation:
+    """Returns the conversation followed by a request's items. find: an item of another stored response, by id.
+
+    Adds a sentence to `warnings` for each omission.
+    """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, Sequence):
         raise expected("input", "a text or a list of items", given)
-    reader = _Reader(tools, dict(before.names), before.items, warnings)
+    reader = _Reader(tools, dict(before.names), before.items, find, warnings)
     turns = list(before.turns)
     for number, item in enumerate(items):
         turns += reader.messages(f"input[{number}]", item)
@@ -133,6 +142,7 @@ class _Reader:
     tools: Tools
     names: dict[str, str]
     items: Mapping[str, Json]
+    find: Callable[[str], Mapping[str, Any] | None]
     warnings: list[str]
     left_out: set[str] = field(default_factory=set)  # kinds
 
@@ -165,7 +175,7 @@ class _Reader:
             return self._mcp(place, fields)
         if kind == "item_reference":
             return self._referenced(place, fields.get("id"))
-        if kind == "compaction":
+        if kind in ("compaction", "compaction_summary"):
             raise ConversationError(
                 f"{place}: this server cannot read a conversation that another server compacted; send its items.", place
             )
@@ -176,6 +186,8 @@ class _Reader:
         role, content, path = fields.get("role"), fields.get("content"), f"{place}.content"
         if role not in ROLES:
             raise expected(f"{place}.role", ", ".join(ROLES), role)
+        if fields.get("tool_calls"):  # a chat's message
+            raise expected(f"{place}.tool_calls", "an item of type function_call for each call", fields["tool_calls"])
         if role == "assistant":
             channel = "commentary" if fields.get("phase") == "commentary" else "final"
             return [] if content is None else [said(as_text(content, path), channel)]
@@ -214,20 +226,8 @@ class _Reader:
             output = fields.get("status")
         if kind not in ("function_call_output", "custom_tool_call_output") and not _is_text(output):
             output = json.dumps(output, ensure_ascii=False)
-        return [tool_result(name, as_text(self._readable(output, f"{place}.output"), f"{place}.output"))]
-
-    def _readable(self, output: Any, place: str) -> Any:
-        """Returns the output with a sentence in place of each part that is no text."""
-        if not isinstance(output, list):
-            return output
-        parts = []
-        for number, part in enumerate(output):
-            kind = fields_of(part).get("type")
-            if kind in UNREADABLE:
-                self.warnings.append(f"{place}[{number}] is left out: gpt-oss reads no part of type {kind}")
-                part = UNREADABLE[kind]
-            parts.append(part)
-        return parts
+        path = f"{place}.output"
+        return [tool_result(name, as_text(readable(output, path, self.warnings), path))]
 
     def _mcp(self, place: str, fields: Mapping[str, Any]) -> list[Message]:
         """Converts a call that another server made, with its result."""
@@ -238,11 +238,10 @@ class _Reader:
         return [call, *([tool_result(name, "\n".join(texts))] if texts else [])]
 
     def _referenced(self, place: str, name: Any) -> list[Message]:
-        if not isinstance(name, str) or name not in self.items:
-            raise expected(
-                place, "an item itself, or the id of one in the stored response that previous_response_id names", name
-            )
-        return self.messages(place, self.items[name])
+        item = (self.items.get(name) or self.find(name)) if isinstance(name, str) else None
+        if item is None:
+            raise expected(place, "an item itself, or the id of an item of a stored response", name)
+        return self.messages(place, item)
 
 
 def _is_text(value: Any) -> bool:

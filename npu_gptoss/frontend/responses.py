@@ -19,7 +19,7 @@ from openai_harmony import HarmonyError, Message, Role
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading, unread
 from npu_gptoss.frontend.response_items import Conversation, Item, read_input, tools_of, with_preambles
 from npu_gptoss.frontend.sample import Sample
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
@@ -80,22 +80,29 @@ class Request:
     with_messages: bool = False
 
 
-def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Conversation | None = None) -> Request:
-    """Reads a request of /v1/responses. previous: the stored conversation that it continues.
+def read(
+    body: Mapping[str, Any],
+    defaults: Defaults | None = None,
+    previous: Conversation | None = None,
+    find: Callable[[str], Mapping[str, Any] | None] = lambda name: None,
+) -> Request:
+    """Reads a request of /v1/responses. previous: the stored conversation that it continues. find: a stored item by id.
 
     Raises ConversationError, which names the field.
     """
     defaults = defaults or Defaults()
     body = {name: value for name, value in body.items() if value is not None}
-    warnings = begin(body, _KNOWN, REFUSED)
+    body, warnings = begin(body, _KNOWN, REFUSED, {})
     _check(body)
+    warnings += unread(body.get("reasoning", {}), "reasoning", ("effort",))
+    warnings += unread(body.get("text", {}), "text", ("format",))
     parallel = body.get("parallel_tool_calls") is not False
-    given = body.get("input")
+    given = body.get("input", [])
     tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel, more=tools_of(given))
     before = previous or Conversation(_harmony_messages(body))
     if given == "" and before.turns and previous is None:
         given = []  # the input comes from the messages
-    history = read_input(given, tools, before, warnings)
+    history = read_input(given, tools, before, warnings, find)
     instructions = body.get("instructions")
     if not history.turns and not instructions:
         raise ConversationError("input: expected at least one item, got an empty list.", "input")
@@ -143,7 +150,7 @@ def _check(body: Mapping[str, Any]) -> None:
         "reasoning": (isinstance(body.get("reasoning", {}), Mapping), "an object with an effort"),
         "text": (isinstance(body.get("text", {}), Mapping), "an object with a format"),
         "include": (isinstance(include, list) and all(isinstance(one, str) for one in include), "a list of texts"),
-        "max_output_tokens": (type(count) is int and count > 0, "a number of tokens from 1"),
+        "max_output_tokens": (count > 0, "a number of tokens from 1"),
         "truncation": (body.get("truncation", "auto") in ("auto", "disabled"), "auto or disabled"),
         "background": (not body.get("background") or body.get("store") is not False, "false where store is false"),
         "previous_input_messages": (

@@ -113,6 +113,20 @@ def _joined(namespace: str, name: str) -> str:
     return name if name.startswith(namespace) else f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}"
 
 
+def readable(content: Any, place: str, warnings: list[str]) -> Any:
+    """Returns a tool's result with a sentence in place of each part that is no text. Adds a warning for each."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for number, part in enumerate(content):
+        kind = fields_of(part).get("type")
+        if kind in UNREADABLE:
+            warnings.append(f"{place}[{number}] is left out: gpt-oss reads no part of type {kind}")
+            part = UNREADABLE[kind]
+        parts.append(part)
+    return parts
+
+
 def custom_input(arguments: str) -> str:
     """Returns a custom tool's input from the model's arguments, which may be the input without its object."""
     try:
@@ -189,20 +203,21 @@ def is_hosted(kind: Any) -> bool:
 
 
 def _callable(tool: Json, kind: str, place: str, namespace: str | None, about: str) -> Tool:
-    inner = mapping(tool.get(kind, tool), f"{place}.{kind}")  # chat nests it, /v1/responses does not
-    name = SEARCH if kind == SEARCH else _name(inner, place)
+    path = f"{place}.{kind}" if kind in tool else place  # chat nests it, /v1/responses does not
+    inner = mapping(tool.get(kind, tool), path)
+    name = SEARCH if kind == SEARCH else _name(inner, path)
     description = inner.get("description")
     if description is not None and not isinstance(description, str):
-        raise expected(f"{place}.description", "a text", description)
+        raise expected(f"{path}.description", "a text", description)
     if about and namespace:
         description = f"{description or ''}\n({namespace}: {about})".strip()
     own: dict[str, Any] = {"name": _joined(namespace, name) if namespace else name, "own_name": name, "place": place}
     own |= {"namespace": namespace, "description": description}
     if kind != "custom":
         parameters = inner.get("parameters")
-        mapping(parameters, f"{place}.parameters", "a JSON schema")
+        mapping(parameters, f"{path}.parameters", "a JSON schema")
         return Tool(**own, kind=kind, parameters=parameters, strict=inner.get("strict") or None)  # type: ignore[arg-type]
-    form = _format(inner.get("format"), f"{place}.format")
+    form = _format(inner.get("format"), f"{path}.format")
     if form:
         grammar = f"The input follows this {form['syntax']} grammar:\n{form['definition']}"
         own["description"] = "\n".join(filter(None, (description, grammar)))
@@ -245,11 +260,12 @@ def _chosen(offered: list[Tool], choice: Any, parallel: bool, warnings: list[str
     if kind in ("function", "custom"):
         return tools("function", offered, _named(offered, choice, "tool_choice"))
     if kind == "allowed_tools":
-        inner = choice.get("allowed_tools", choice)
+        inner = fields_of(choice.get("allowed_tools", choice))
         mode, allowed = inner.get("mode", "auto"), inner.get("tools")
         if mode not in ("auto", "required") or not isinstance(allowed, Sequence) or not allowed:
             raise expected("tool_choice", "allowed_tools with a mode (auto, required) and tools", choice)
-        wanted = [_named(offered, tool, "tool_choice.tools") for tool in allowed if not is_hosted(tool.get("type"))]
+        functions = [tool for tool in allowed if not is_hosted(fields_of(tool).get("type"))]
+        wanted = [_named(offered, tool, "tool_choice.tools") for tool in functions]
         return tools(mode, [tool for tool in offered if tool in wanted])
     if is_hosted(kind):
         raise ConversationError(f"tool_choice: this server runs no tool of type {kind}.", "tool_choice")

@@ -179,7 +179,7 @@ def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Messag
     if role == "function":  # deprecated: the function's name in the place of the id of its call
         return [tool_result(text_field(fields, "name", place), as_text(content, f"{place}.content"))]
     if role == "tool":
-        name = names.get(fields.get("tool_call_id") or "", fields.get("name"))
+        name = names.get(str(fields.get("tool_call_id") or ""), fields.get("name"))
         if not isinstance(name, str) or not name:
             raise expected(
                 f"{place}.tool_call_id",
@@ -193,20 +193,26 @@ def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Messag
 
 def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, str]) -> list[Message]:
     content = fields.get("content")
+    if content is None:
+        content = fields.get("refusal")
+        if fields.get("audio"):
+            raise expected(f"{place}.audio", "the spoken text in content", fields["audio"])
     thought, text = _reasoning_and_text(content, f"{place}.content")
     reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning"), f"{place}.reasoning") or thought
     # the rendering leaves reasoning out once an answer has followed it
     turns = [said(reasoning, "analysis")] if reasoning else []
-    calls = [(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(fields.get("tool_calls") or ())]
+    calls = []
+    for number, call in enumerate(map(fields_of, sequence(fields.get("tool_calls"), f"{place}.tool_calls"))):
+        kind = "custom" if call.get("custom") else "function"
+        calls.append((f"{place}.tool_calls[{number}].{kind}", call.get("id"), call.get(kind)))
     if (deprecated := fields.get("function_call")) is not None:
-        calls.append((f"{place}.function_call", {"function": deprecated}))
+        calls.append((f"{place}.function_call", None, deprecated))
     if text or (content is not None and not calls and not thought):
         turns.append(said(text, "commentary" if calls else "final"))
-    for path, call in calls:
-        custom = fields_of(fields_of(call).get("custom"))
-        function = fields_of(fields_of(call).get("function")) or custom
-        name = names[fields_of(call).get("id") or ""] = text_field(function, "name", path)
-        turns.append(tool_call(name, call_arguments(function, path, bool(custom))))
+    for path, call_id, call in calls:
+        function = fields_of(call)
+        name = names[str(call_id or "")] = text_field(function, "name", path)
+        turns.append(tool_call(name, call_arguments(function, path, path.endswith(".custom"))))
     return turns
 
 

@@ -235,12 +235,6 @@ def test_a_reminder_outlives_its_turn(library, encoder):
     assert "Hush." not in prompt_text(library, encoder, [*sent, USER])
 
 
-def test_a_field_is_ignored_in_silence():
-    fields = {"seed": 1, "mcp_servers": [{}], "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    warnings = messages.read({"messages": [USER], "max_tokens": 9, "metadata": {}} | fields).asked.warnings
-    assert [warning.split()[0] for warning in warnings] == ["seed", "mcp_servers", "thinking.budget_tokens"]
-
-
 def test_claude_code_cannot_tell_that_a_prompt_is_too_long(encoder):
     asked = messages.read({"messages": [USER], "max_tokens": 50}).asked
     length = len(asked.prompt(encoder))

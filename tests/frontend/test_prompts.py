@@ -21,6 +21,7 @@ from research.tiny_text import Style
 from tests.frontend.conversations import (
     CONVERSATIONS,
     NOW,
+    answer,
     as_chat,
     as_response,
     call,
@@ -121,6 +122,15 @@ def test_a_call_or_its_reasoning_changes_in_the_prompt(prompt, reasoning):
         "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>20 degrees<|end|>"
         "<|start|>assistant"
     )
+
+
+def test_a_refusal_or_an_image_of_a_tool_is_lost(prompt):
+    assert "final<|message|>I can't.<|end|>" in prompt(chat.read, messages=[user(), answer(None, refusal="I can't.")])
+    image = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "image_url"}, {"type": "text", "text": "."}]}
+    sent = {"messages": [user(), call(), result() | image]}
+    assert "<|message|>(an image, which this model cannot read).<|end|>" in prompt(chat.read, **sent)
+    (warning,) = chat.read(sent).asked.warnings
+    assert warning.startswith("messages[2].content[0] is left out")
 
 
 def test_instructions_of_a_response_are_dropped_or_not_joined(prompt):

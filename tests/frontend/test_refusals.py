@@ -37,12 +37,17 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content[0]"),
     ({"messages": [user(5)]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-    ({"messages": [answer(None, tool_calls=[{}])]}, "messages[0].tool_calls[0].name"),
+    ({"messages": [answer(None, tool_calls=[{}])]}, "messages[0].tool_calls[0].function.name"),
+    ({"messages": [answer(None, tool_calls={})]}, "messages[0].tool_calls"),
+    ({"messages": [answer(None, audio={"id": "a"})]}, "messages[0].audio"),
+    ({"messages": [user()], "reasoning": "high"}, "reasoning"),
+    ({"messages": [user()], "parallel_tool_calls": "perhaps"}, "parallel_tool_calls"),
+    ({"messages": [user()], "min_tokens": "few"}, "min_tokens"),
     ({"messages": [user()], "tools": [{"type": "spell", "name": "f"}]}, "tools[0].type"),
     ({"messages": [user()], "tools": {}}, "tools"),
     (
         {"messages": [user()], "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
-        "tools[0].parameters",
+        "tools[0].function.parameters",
     ),
     ({"messages": [user()], "logits_processors": ["a.b"]}, "logits_processors"),
     ({"messages": [user()], "tools": [TOOL], "tool_choice": "now"},
@@ -67,6 +72,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ({"input": [USER, {"type": "additional_tools", "tools": "x"}]}, "input[1].tools"),
     ({"input": [{"type": "additional_tools", "tools": [{"type": "x"}]}, USER]}, "input[0].tools[0].type"),
     ({"input": [{"type": "reasoning", "encrypted_content": "npu_gptoss.x"}]}, "input[0].encrypted_content"),
+    ({"input": [answer(None, tool_calls=[{"id": "c1"}])]}, "input[0].tool_calls"),
+    ({"tools": [flat(TOOL)], "tool_choice": {"type": "allowed_tools", "tools": ["get_weather"]}}, "tool_choice.tools"),
+    ({"background": "later"}, "background"),
     ({"include": "all"}, "include"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"truncation": "middle"}, "truncation"),
@@ -102,6 +110,30 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     (_last("3 + ", "assistant") | {"output_config": {"format": SCHEMA}}, "output_config.format"),
     ],
 }  # fmt: skip
+# API -> fields without effect, and the fields that the warnings name
+LEFT_OUT: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "chat": (
+        {
+            **{"seed": 1, "verbosity": "low", "store": True, "function_call": "none", "thinking": {}},
+            **{
+                "messages": [USER | {"name": "Ann"}],
+                "reasoning": {"effort": "low", "enabled": True, "max_tokens": None},
+            },
+        },
+        ["thinking", "verbosity", "store", "reasoning.enabled", "function_call", "messages[0].name"],
+    ),
+    "responses": (
+        {"text": {"verbosity": "low"}, "reasoning": {"summary": "auto"}, "n": 2, "store": True},
+        ["n", "reasoning.summary", "text.verbosity"],
+    ),
+    "messages": (
+        {
+            **{"seed": 1, "mcp_servers": [{}], "context_management": {"edits": []}, "metadata": {}},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        },
+        ["seed", "mcp_servers", "context_management", "thinking.budget_tokens"],
+    ),
+}
 READ = {
     "chat": (chat.read, {"messages": [USER]}),
     "responses": (responses.read, {"input": "hi"}),
@@ -116,3 +148,19 @@ def test_refusal_does_not_name_the_field(encoder, api, fields, param):
     with pytest.raises(ConversationError) as refused:
         read(body | fields).asked.prompt(encoder)
     assert (refused.value.param, str(refused.value).partition(": ")[0]) == (param, param)
+
+
+@pytest.mark.parametrize("api", LEFT_OUT)
+def test_field_is_ignored_in_silence(api):
+    (read, body), (fields, named) = READ[api], LEFT_OUT[api]
+    assert [warning.partition(" ")[0] for warning in read(body | fields).asked.warnings] == named
+
+
+@pytest.mark.parametrize("api", READ)
+def test_flag_or_number_that_is_a_text_is_misread(api):
+    read, body = READ[api]
+    asked = read(body | {"stream": "false", "min_tokens": "3", "parallel_tool_calls": 0, "include_reasoning": "false"})
+    assert asked.stream is False
+    if api != "messages":  # which has no such fields
+        rules = asked.asked.reading
+        assert (rules.min_tokens, rules.parallel, rules.with_reasoning) == (3, False, False)

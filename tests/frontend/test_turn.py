@@ -120,6 +120,12 @@ def test_tokens_after_the_turn_change_it(ask, rest):
     assert both(ask, THOUGHT + FOUR + rest)[:3] == ("Four.", "hm", [])
 
 
+def test_a_stream_is_silent_while_the_model_writes_on(ask):
+    """A load test with ignore_eos measures the time between the chunks."""
+    chunks = [json.loads(line[6:]) for line in ask(THOUGHT + FOUR + " and so on", bite=1)]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[-4:]] == [{}] * 4
+
+
 @pytest.mark.parametrize(
     ("text", "fields", "want"),
     [
