@@ -167,7 +167,8 @@ CHAT: Fields = {
     **TEMPLATE,
     "messages": objects(16384, empty=False),  # vLLM reads the role of the last message
     "top_logprobs": logprobs(least=-1),
-    "max_completion_tokens": integer(0, INT64),
+    "max_completion_tokens": integer(1, INT64),
+    "max_tokens": integer(1, INT64),
     "bad_words": texts(1024, 256, blank=False),  # a word of white space has no token
     "structural_tag": SCHEMA,
 }

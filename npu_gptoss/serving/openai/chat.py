@@ -13,7 +13,7 @@ from npu_gptoss.frontend.engine import Piece
 from npu_gptoss.serving.compat.server.shutdown import engine_ended
 from npu_gptoss.serving.openai import intake
 from npu_gptoss.serving.openai.engine import Started, encoder_of, facts_of, start, use
-from npu_gptoss.serving.openai.errors import failure, log_failure, of_the_request, printing, refusal
+from npu_gptoss.serving.openai.errors import failure, log_failure, of_the_request, printing, refusal, unknown_model
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 
@@ -22,7 +22,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     """Answers a chat. `self`: vLLM's serving object. Returns an error, an answer or a stream for vLLM's route."""
     if not intake.is_ours(self) or request.use_beam_search:
         return await original(self, request, raw_request)
-    if (unknown := await self._check_model(intake.written(request, raw_request))) is not None:
+    if (unknown := await unknown_model(self, intake.written(request, raw_request))) is not None:
         return unknown
     body = intake.body_of(raw_request)
     plain = None if body is None else request
@@ -55,7 +55,7 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
     """Answers a request with several conversations: one choice for each."""
     if not intake.is_ours(self):
         return await original(self, request, raw_request)
-    if (unknown := await self._check_model(request)) is not None:
+    if (unknown := await unknown_model(self, request)) is not None:
         return unknown
     body = request.model_dump(exclude_unset=True) | {"stream": False}
     base = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
@@ -80,7 +80,7 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
 
 async def tokenize(serving: Any, body: Mapping[str, Any]) -> Any:
     """Returns the JSON of /tokenize for a chat, or vLLM's ErrorResponse. serving: vLLM's object for chats."""
-    if (unknown := await serving._check_model(intake.Written(body))) is not None:
+    if (unknown := await unknown_model(serving, intake.Written(body))) is not None:
         return unknown
     try:
         asked = chat.read({name: body[name] for name in body if name in chat.READ}, release().defaults(serving)).asked

@@ -20,6 +20,7 @@ from npu_gptoss.serving.compat.server.shutdown import is_final
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 
+_PARAMETER = re.compile(r" \(parameter=(\w+).*\)$", re.DOTALL)  # ends vLLM's own errors
 CONTEXT_CODE = "context_length_exceeded"  # clients shorten the conversation when they see it
 
 
@@ -67,8 +68,14 @@ def refusal(error: Exception) -> Any:
         found = misread(error.errors())
         return refused(found.message, found.param)
     param = getattr(error, "param", None) or getattr(error, "parameter", None) or _field(str(error))
-    said = escaped(str(error), 1000) or type(error).__name__
+    said = escaped(_PARAMETER.sub("", str(error)), 1000) or type(error).__name__
     return refused(said, param, int(getattr(error, "status_code", HTTPStatus.BAD_REQUEST)))
+
+
+async def unknown_model(serving: Any, request: Any) -> Any:
+    """Returns the error for a request whose model the server does not have; else None."""
+    unknown = await serving._check_model(request)
+    return None if unknown is None else refused(unknown.error.message, "model", unknown.error.code, unknown.error.type)
 
 
 def _field(message: str) -> str | None:
@@ -96,7 +103,7 @@ def misread(errors: Sequence[Any], body: Any = None) -> Refusal:
     deepest = max(range(len(errors)), key=lambda number: len(paths[number]))
     error, param = errors[deepest], _spelled(paths[deepest])
     said = escaped(str(error.get("msg", "invalid")), 300).removeprefix("Value error, ").removesuffix(".")
-    named = re.search(r" \(parameter=(\w+).*\)$", said)  # in vLLM's own errors
+    named = _PARAMETER.search(said)
     said = said[: named.start()] if named else said
     said = f"expected {said.removeprefix('Input should be ')}" if said.startswith("Input should be ") else said
     got = f", got {shown(error['input'])}" if "input" in error and param and error.get("type") != "missing" else ""

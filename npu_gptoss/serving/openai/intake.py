@@ -8,7 +8,10 @@ a header of the answer.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +28,7 @@ from npu_gptoss.serving.openai.engine import PLACEHOLDER
 Json = dict[str, Any]
 
 BODY, WARNINGS = "npu_gptoss.body", "npu_gptoss.warnings"  # keys in a request's scope
+KEEP_ALIVE = 15.0  # seconds
 WARNING_HEADER = b"x-npu-gptoss-warning"
 INVOCATIONS, TOKENIZE = "/invocations", "/tokenize"
 CHATS, COMPLETIONS = ("/v1/chat/completions", INVOCATIONS), ("/v1/completions", INVOCATIONS)
@@ -63,9 +67,11 @@ def plain_messages(body: Mapping[str, Any]) -> Json:
 
 def plain_completion(body: Mapping[str, Any]) -> Json:
     """Returns the body with its structure in the one field that each release's class reads: the other fields end 0.11's
-    engine, or are dropped."""
+    engine, or are dropped. max_tokens: null is its default, which 0.11 and 0.23 do not know."""
     asked = structure_of(body)
     kept = {name: value for name, value in body.items() if name not in STRUCTURE_FIELDS}
+    if kept.get("max_tokens", 1) is None:
+        del kept["max_tokens"]
     return kept | ({"structured_outputs": dict(asked.fields)} if asked else {})
 
 
@@ -160,7 +166,11 @@ class Intake:
             (name, str(len(raw)).encode() if name == b"content-length" else value) for name, value in scope["headers"]
         ]
         handed = {"type": "http.request", "body": raw, "more_body": False}
-        await self.app(scope, replayed(handed, receive), _warning(scope, send))
+        sent = _Sent(scope, send)
+        try:
+            await self.app(scope, replayed(handed, receive), sent)
+        finally:
+            sent.end()
 
 
 def _as_json(said: Any) -> Any:
@@ -182,15 +192,46 @@ def _parsed(scope: Message, first: Message) -> Any:
         return None
 
 
-def _warning(scope: Message, send: Send) -> Send:
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start" and scope[WARNINGS]:
-            text = "; ".join(scope[WARNINGS]).encode("ascii", "backslashreplace").decode()
-            shown = "".join(c if c.isprintable() else " " for c in text)[:1000]
-            message["headers"] = [*message.get("headers", ()), (WARNING_HEADER, shown.encode())]
-        await send(message)
+class _Sent:
+    """Sends an answer, with a header about ignored fields, and comments in a stream that is silent for KEEP_ALIVE.
 
-    return sent
+    A stream is silent while a request waits or its prompt is computed, and while the model writes what the client does
+    not see yet or at all (hidden reasoning, a forced call). Proxies close a connection without bytes, often after 60 s.
+    """
+
+    def __init__(self, scope: Message, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self._sent_at = 0.0
+        self._comments: asyncio.Task[None] | None = None
+
+    async def __call__(self, message: Message) -> None:
+        self._sent_at = time.monotonic()
+        if message["type"] != "http.response.start":
+            if not message.get("more_body"):
+                self.end()
+            await self._send(message)
+            return
+        headers = message["headers"] = list(message.get("headers", ()))
+        if warnings := self._scope[WARNINGS]:
+            text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()
+            shown = "".join(c if c.isprintable() else " " for c in text)[:1000]
+            headers.append((WARNING_HEADER, shown.encode()))
+        await self._send(message)
+        if dict(headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+            self._comments = asyncio.create_task(self._comment())
+
+    async def _comment(self) -> None:
+        comment = {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
+        with contextlib.suppress(Exception):  # the client has left
+            while True:
+                await asyncio.sleep(max(self._sent_at + KEEP_ALIVE - time.monotonic(), 0.001))
+                if time.monotonic() >= self._sent_at + KEEP_ALIVE:
+                    self._sent_at = time.monotonic()
+                    await self._send(comment)
+
+    def end(self) -> None:
+        if self._comments is not None:
+            self._comments.cancel()
 
 
 def body_of(raw_request: Any) -> Json | None:

@@ -27,6 +27,7 @@ from npu_gptoss.serving.openai.errors import (
     printing,
     refusal,
     refused,
+    unknown_model,
 )
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
@@ -58,7 +59,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     """Answers a request. `self`: vLLM's serving object. Returns an error, a response or a stream of events."""
     if not intake.is_ours(self):
         return await original(self, request, raw_request)
-    if (unknown := await self._check_model(intake.written(request, raw_request))) is not None:
+    if (unknown := await unknown_model(self, intake.written(request, raw_request))) is not None:
         return unknown
     body = intake.body_of(raw_request)
     if body is None:
@@ -66,8 +67,6 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     previous = body.get("previous_response_id")
     if previous is not None and previous not in self.response_store:
         return not_found(self, previous, "previous_response_id")
-    if body.get("background") and not self.enable_store:
-        return refused(NO_BACKGROUND, "background", kind=INVALID)
     if previous is not None and previous not in self.msg_store:
         status = self.response_store[previous].status
         return refused(
@@ -75,7 +74,9 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
             "previous_response_id",
         )
     try:
-        wanted = responses.read(body, release().defaults(self), self.msg_store.get(previous))
+        wanted = responses.read(body, release().defaults(self), self.msg_store.get(previous), _finder(self))
+        if wanted.background and not self.enable_store:
+            return refused(NO_BACKGROUND, "background", kind=INVALID)
         intake.warn(raw_request, wanted.asked.warnings)
         started = await start(self, wanted.asked, request.request_id, raw_request, stream=wanted.stream)
         answer = responses.Answer(wanted, await _facts(started, wanted), started.turn())
@@ -92,16 +93,31 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return failure(error)
 
 
+def _finder(self: Any) -> Callable[[str], Mapping[str, Any] | None]:
+    """Returns a function that finds an item of any stored response by its id."""
+
+    def find(name: str) -> Mapping[str, Any] | None:
+        return next((stored.items[name] for stored in self.msg_store.values() if name in stored.items), None)
+
+    return find
+
+
 def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
     """Returns the error for an unknown response, which explains how to store responses."""
     hint = "" if self.enable_store else STORE_HINT
     return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
 
 
-async def replay(self: Any, response_id: str, starting_after: int | None = None) -> AsyncGenerator[Any, None]:
-    """Yields the events of a background response, including future ones. vLLM's own waits after the last event."""
-    if response_id not in self.event_store:
-        raise ValueError(f"Response {response_id!r:.80} has no events: it was not streamed in the background.")
+def replay(self: Any, response_id: str, starting_after: int | None = None) -> Any:
+    """Returns the events of a response that was streamed in the background, or an error if there are none."""
+    if response_id in self.event_store:
+        return _replayed(self, response_id, starting_after)
+    message = f"stream: expected false, got true: response {response_id!r:.80} was not streamed in the background."
+    return refused(message, "stream", kind=INVALID)
+
+
+async def _replayed(self: Any, response_id: str, starting_after: int | None) -> AsyncGenerator[Any, None]:
+    """Yields a response's events, including future ones. vLLM's own waits after the last event."""
     events, arrived = self.event_store[response_id]
     number = 0 if starting_after is None else starting_after + 1
     while True:
@@ -182,7 +198,7 @@ class _Work:
             arrived.set()
 
         task.add_done_callback(done)
-        return replay(serving, self.id) if self.answer.request.stream else queued
+        return _replayed(serving, self.id, None) if self.answer.request.stream else queued
 
     async def _run(self) -> None:
         await self._keep(self.answer.response("in_progress"))

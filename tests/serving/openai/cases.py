@@ -130,6 +130,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 BY_THE_ENGINE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"n": "two"}, "n"),
     ({"n": 2, "temperature": 0}, "n"),
     ({"top_logprobs": 2}, "top_logprobs"),

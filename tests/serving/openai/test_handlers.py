@@ -115,3 +115,27 @@ def test_checkpoint_in_the_hugging_face_cache_is_not_found(tmp_path: Path, monke
     assert checkpoint_directory(config) is None
     config.model = str(tmp_path / "no such folder")
     assert checkpoint_directory(config) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "comments"), [(b"text/event-stream; charset=utf-8", True), (b"application/json", False)]
+)
+def test_silent_stream_is_ended_by_a_proxy(monkeypatch: pytest.MonkeyPatch, kind: bytes, comments: bool) -> None:
+    monkeypatch.setattr(intake, "KEEP_ALIVE", 0.02)
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b"start"))
+
+    async def answer() -> None:
+        told = intake._Sent({intake.WARNINGS: []}, send)
+        await told({"type": "http.response.start", "headers": [(b"content-type", kind)]})
+        await asyncio.sleep(0.1)
+        await told({"type": "http.response.body", "body": b"data", "more_body": True})
+        await told({"type": "http.response.body", "body": b""})
+        await asyncio.sleep(0.1)
+
+    asyncio.run(answer())
+    first, *between, data, last = sent
+    assert (first, data, last) == (b"start", b"data", b"")
+    assert set(between) == ({b": keep-alive\n\n"} if comments else set())

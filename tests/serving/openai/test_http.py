@@ -236,6 +236,32 @@ def test_nulls_of_a_response_are_its_defaults(server: Server) -> None:
     assert server.respond(ANSWER, stream=True, background=None).events[-1]["type"] == "response.completed"
 
 
+def test_stored_item_is_not_found_by_its_id(server: Server) -> None:
+    """The AI SDK refers to items without a previous_response_id."""
+    item = server.respond(THOUGHT + NEXT + "<|channel|>final<|message|>One.<|return|>").json["output"][1]
+    sent = [{"type": "item_reference", "id": item["id"]}, USER]
+    second = server.respond(input=sent, enable_response_messages=True)
+    assert "One." in json.dumps(second.json["input_messages"])
+
+
+def test_stream_of_a_response_without_events_is_torn(server: Server) -> None:
+    first = server.respond(ANSWER).json
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"{server.url}/v1/responses/{first['id']}?stream=true", timeout=30)
+    assert (error.value.code, json.load(error.value)["error"]["param"]) == (400, "stream")
+
+
+def test_null_length_of_a_completion_is_a_fault_of_the_server(server: Server) -> None:
+    answer = server.post("/v1/completions", {"model": "gpt-oss", "prompt": "Hello world", "max_tokens": None})
+    assert answer.json["choices"][0]["text"] == "Hello world"
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_unknown_model_is_not_named_as_the_mistake(server: Server, api: str) -> None:
+    answer = server.ask(api)(ANSWER, model="another")
+    assert (answer.status, answer.error["param"]) == (404, "model")
+
+
 def test_two_calls_are_one_without_parallel_calls(server: Server) -> None:
     text, fields, want = TURNS["two calls"]
     message = server.chat(text, parallel_tool_calls=False, **fields).json["choices"][0]["message"]

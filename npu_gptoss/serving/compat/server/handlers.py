@@ -57,8 +57,7 @@ def install_responses(module: ModuleType) -> None:
         return await responses.create(original, self, request, raw_request)
 
     @around(serving, REPLAY)
-    async def replay(original: Original, self: Any, response_id: str, starting_after: int | None = None) -> Any:
+    def replay(original: Original, self: Any, response_id: str, starting_after: int | None = None) -> Any:
         from npu_gptoss.serving.openai import responses
 
-        async for event in (responses.replay if is_ours(self) else original)(self, response_id, starting_after):
-            yield event
+        return (responses.replay if is_ours(self) else original)(self, response_id, starting_after)
