@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 MOST = 200  # characters of one foreign value
 _MOST_OF_A_TEXT = 20_000  # of a whole error, which may contain the end of a log
-_LAYOUT = "\n\t"
 _HARMLESS = {"Zs", "Co", "Cn"}  # not "printable" for Python, but harmless on a terminal
 
 
@@ -111,18 +110,20 @@ class InputError(ValueError):
     refusals: all refusals in the sentence, if it consists of them.
     """
 
+    layout = ""  # control characters that stay: a class with a list keeps "\n", which a file's name may hold too
+
     def __init__(self, said: object = "", *, field: str | None = None, refusals: tuple[Refusal, ...] = ()) -> None:
         if isinstance(said, Refusal):
             refusals = (said,)
         text = f"{said}." if isinstance(said, Refusal) else str(said)
         if len(text) > _MOST_OF_A_TEXT:
             text = text[:_MOST_OF_A_TEXT] + "…"
-        super().__init__(printable(text, keep=_LAYOUT))
+        super().__init__(printable(text, keep=self.layout))
         self.refusals = refusals
         self.field = field or (refusals[0].option if refusals else None)
 
     def at(self, place: object) -> InputError:
         """The same error with a place in front, such as a file or "prompt 3"."""
         moved = copy.copy(self)
-        moved.args = (printable(f"{place}: {self}", keep=_LAYOUT),)
+        moved.args = (printable(f"{place}: {self}", keep=self.layout),)
         return moved

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from npu_gptoss.errors import MOST, InputError, printable, quoted, short
+from npu_gptoss.kernels.selection import KernelError
 
 
-@pytest.mark.parametrize("text", ["\x1b[2J", "\x07", "a\0b", "\x9b2J", "\u202e", "\u2028", "\ud800", "\x7f", "\r"])
+@pytest.mark.parametrize(
+    "text", ["\x1b[2J", "\x07", "a\0b", "\x9b2J", "\u202e", "\u2028", "\ud800", "\x7f", "\r", "\n"]
+)
 def test_terminal_control_characters_are_escaped(text: str) -> None:
     for shown in (printable(text), short(text), quoted(text), str(InputError(f"a name {text}"))):
         assert shown.isprintable()
@@ -17,7 +20,7 @@ def test_terminal_control_characters_are_escaped(text: str) -> None:
 def test_readable_text_stays() -> None:
     for text in ("naïve café", "你好\u3000", "a\xa0b", "plain"):
         assert printable(text) == text
-    assert str(InputError("first line\n\tsecond")) == "first line\n\tsecond"
+    assert str(KernelError("no kernel:\n  one").at("here")) == "here: no kernel:\n  one"
     assert quoted("x") == "'x'"
     assert quoted(["sliding_attention", 1]) == "['sliding_attention', 1]"
 

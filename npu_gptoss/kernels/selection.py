@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 class KernelError(InputError):
     """No kernel can run a call, or the one asked for cannot."""
 
+    layout = "\n"
+
 
 @dataclass(frozen=True)
 class Candidate:

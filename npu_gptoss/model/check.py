@@ -59,6 +59,10 @@ def check_files(directory: Path) -> None:
     """Refuses files that would stop a library: irregular files, files that are too large, too many files."""
     if not is_directory(directory):
         raise wrong(directory, "expected a directory, but there is none. Check the path.", str(directory))
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:  # the tokenizer's library opens no such path
+        raise wrong(directory, "expected a path in UTF-8. Rename the directory.", str(directory)) from None
     for number, path in enumerate(directory.iterdir()):
         if number == _MOST_FILES:
             said = f"expected a checkpoint, got more than {_MOST_FILES} files. Check the path."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,26 @@ def test_missing_and_foreign_files_are_named(directory: Path) -> None:
     check_directory(directory, text=False)
     (directory / "config.json").rename(directory / "adapter_config.json")
     assert "adapter_config.json" in str(refusal(directory))
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "tab\t", " lead ", "100%s{x}", "ünï→模型", "-dash", "back\\slash", "x.gguf", "*", "~x"]
+)
+def test_an_odd_name_of_the_folder_is_read_or_one_line(name: str, directory: Path) -> None:
+    odd = directory.with_name(name)
+    directory.rename(odd)
+    check_directory(odd)
+    (odd / "tokenizer.json").unlink()
+    with pytest.raises(InputError) as caught:
+        check_directory(odd)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_not_text_is_refused_for_what_it_is(directory: Path) -> None:
+    odd = directory.with_name(os.fsdecode(b"\xff"))
+    directory.rename(odd)
+    with pytest.raises(InputError, match="Rename the directory"):
+        check_directory(odd)
 
 
 def test_overrides_mend_a_config(directory: Path) -> None:
