@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+SHARED = 227 << 10  # bytes, of a program on Hopper
 PAIR_OPENED = re.compile(r"\s*and\.b32 a, (%r\d+), 0x81C081C0")
 # a whole register straight from memory, or the zeros of a tile that is not there
 WHOLE = re.compile(r"(@!?%p\d+ )?(ld\.shared(\.v\d)?\.b32|ldmatrix\.|ld\.global(\.\w+)*\.b32|mov\.b32\s+%r\d+, 0;)")
@@ -42,27 +43,32 @@ to_machine_code = CUDABackend.make_cubin  # ptxas takes ten times as long as all
 
 def compiled(name, kernel, warps, scales, constants):
     CUDABackend.make_cubin = to_machine_code if name.endswith(" few 1 gate_up") else lambda *_: b""
-    arguments = {each: kind for each, kind in {**types, "scales": scales}.items() if each in kernel.arg_names}
+    own = {"scales": scales, **({"words": "*bf16"} if constants.get("FORMAT") == "bfloat16" else {})}
+    arguments = {each: kind for each, kind in {**types, **own}.items() if each in kernel.arg_names}
     constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
     aligned = {
         (at,): [["tt.divisibility", 16]] for at, each in enumerate(kernel.arg_names) if "*" in arguments.get(each, "")
     }
     source = ASTSource(kernel, arguments | dict.fromkeys(constants, "constexpr"), constants, aligned)
     options = {"num_warps": warps, "launch_pdl": True}
+    program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print("==", name)
-    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    print("// bytes of shared memory:", program.metadata.shared)
+    print(program.asm["ptx"])
 
 adapted = {"ADAPTERS": 2, "RANK": 64, "SHARES": 8}
 common = {"TOP_K": 4, "EXPERTS": 32, "BE": 32, "HAS_MAP": False, "PDL": True, "NATIVE": True}
 common |= dict.fromkeys(adapted, 0)
-for form, (path, most) in ((form, point) for form in ("mxfp4", "float8_e4m3fn") for point in POINTS[form]):
+tables = [(form, *point) for form in POINTS for point in POINTS[form] if form != "bfloat16" or point[0] == "many"]
+for form, path, most in tables:
     for tiles, name, rows in zip(tiles_of(form, path, most), ("gate_up", "down"), (5760, 2880)):
         kernel = many.grouped if path == "many" else getattr(few, name)
-        scales = "*i32" if form == "mxfp4" else "*fp32"
+        scales = {"mxfp4": "*i32", "float8_e4m3fn": "*fp32", "bfloat16": None}[form]
         sizes = launches._constants(TiledMatrix(None, scales, None, rows, 2880), tiles)
+        scales = scales or "*bf16"
         own = {"FORMAT": form, "SPLITS": tiles.splits, "GATE_UP": name == "gate_up", "ONE": most == 1}
         compiled(f"{form} {path} {most} {name}", kernel, tiles.warps, scales, {**common, **sizes, **own})
-        if (form, path, most, name) == ("mxfp4", "many", 512, "gate_up"):
+        if path == "many" and name == "gate_up":
             own |= adapted
             compiled(f"{form} {path} {most} {name} adapted", kernel, tiles.warps, scales, {**common, **sizes, **own})
 shape = {"BM": 64, "BN": 16, "BK": 64, "K": 2880, "GATE_UP": True}
@@ -140,6 +146,7 @@ def test_every_tile_opens_pairs_and_no_words_still_in_use(tmp_path):
             opened, otherwise = opened_otherwise(ptx)
             assert opened, f"nothing is opened in {name}"
             assert otherwise == [], name
+        assert int(re.search(r"shared memory: (\d+)", ptx)[1]) <= SHARED, f"{name} does not fit a Hopper"
         products, overwritten = written_while_read(ptx)
         assert overwritten == [], name
         beside += products > 0

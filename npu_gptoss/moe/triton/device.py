@@ -250,7 +250,8 @@ def add_low_rank(
         mine = own == each
         if tl.max(mine.to(tl.int32)) > 0:
             right = b + ((each * EXPERTS + expert).to(tl.int64) * R + m)[:, None] * RANK
-            for first in range(0, RANK, BR):
+            # in one stage: Triton would hold all shares of several rounds in shared memory, of bfloat16's tiles 552 KiB
+            for first in tl.range(0, RANK, BR, num_stages=1):
                 r = first + tl.arange(0, BR)
                 inner = tl.zeros((BR, sums.shape[1]), tl.float32)
                 for share in tl.static_range(SHARES):
