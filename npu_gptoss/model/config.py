@@ -271,7 +271,7 @@ def packed_columns(rank: int, width: int) -> int:
 
 
 def uncut_objection(intermediate_size: int, ranks: int) -> Refusal | None:
-    """The refusal of `ranks` NVIDIA GPUs that cannot cut experts in MXFP4; its remedy deals them out whole."""
+    """The refusal of `ranks` NVIDIA GPUs that cannot cut experts in MXFP4."""
     groups = intermediate_size // MXFP4_GROUP
     if groups % ranks == 0:
         return None
@@ -279,7 +279,7 @@ def uncut_objection(intermediate_size: int, ranks: int) -> Refusal | None:
         TENSOR_PARALLEL,
         ranks,
         f"it does not divide the {groups} groups of {MXFP4_GROUP} columns of an expert in MXFP4",
-        "add --enable-expert-parallel, which deals experts out whole",
+        "use fewer, and --data-parallel-size for the others, or `npu-gptoss convert IN OUT --to bf16`",
     )
 
 

@@ -51,6 +51,7 @@ def refused(config: Having) -> list[str]:
     [
         ({"weight_transfer_config": Having(backend="sharded_rdt")}, "--weight-transfer-config sharded_rdt"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
         # vLLM moves parameters, and our weights are none, so it silently moved nothing
         ({"uva": Having(cpu_offload_gb=4)}, "--cpu-offload-gb 4"),
         ({"prefetch": Having(offload_group_size=2)}, "--offload-group-size 2"),
@@ -93,11 +94,10 @@ def test_ranks_that_cannot_cut_mxfp4_are_refused_with_a_remedy() -> None:
     """The model itself refused it only after every rank had started, in the offline engine's words."""
     (found,) = asked_for(limits.checks(config_of(hf_config=MXFP4, tensor_parallel_size=4)))
     assert found.asked == "--tensor-parallel-size 4"
-    assert "--enable-expert-parallel" in found.remedy
+    assert "npu-gptoss convert" in found.remedy
     for fits in (
         {"hf_config": MXFP4, "tensor_parallel_size": 2},
         {"hf_config": BF16, "tensor_parallel_size": 4},
-        {"hf_config": MXFP4, "tensor_parallel_size": 4, "data_parallel_size": 1, "enable_expert_parallel": True},
     ):
         assert refused(config_of(**fits)) == []
 
