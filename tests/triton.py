@@ -15,6 +15,8 @@ TRITON_HERE = pytest.mark.skipif(
     not INTERPRETED or importlib.util.find_spec("triton") is None,
     reason="needs triton, which `make setup` installs, and no GPU; `make test-cuda` is for those",
 )
+if INTERPRETED and importlib.util.find_spec("triton") is not None:
+    from tests import addresses  # noqa: F401  each address is checked
 if torch.cuda.is_available():
     torch.cuda.init()  # from here on its architecture is known
 ON_HOPPER = [
