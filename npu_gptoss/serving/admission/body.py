@@ -63,10 +63,12 @@ def _refuse_depth(body: dict[str, Any]) -> None:
         level = [item for item in below if isinstance(item, dict | list)]
         if not level:
             return
-    raise _DEPTH
+    raise _too_deep()
 
 
-_DEPTH = refuse(None, f"at most {MAX_DEPTH} levels of nesting", Said("more"))
+def _too_deep() -> Refusal:
+    """Makes a new one each time: an exception keeps the frames of all its raises, with their bodies."""
+    return refuse(None, f"at most {MAX_DEPTH} levels of nesting", Said("more"))
 
 
 def _integer(digits: str) -> int:
@@ -82,7 +84,7 @@ def read(raw: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise refuse(None, "UTF-8", Said(f"the byte 0x{raw[error.start]:02x} at {error.start}")) from None
     except RecursionError:
-        raise _DEPTH from None
+        raise _too_deep() from None
     except json.JSONDecodeError as error:
         raise Refusal(f"The body: expected JSON; {error.msg} at character {error.pos}.") from None
     if not isinstance(body, dict):

@@ -19,10 +19,9 @@ METRICS = "/metrics"
 ANTHROPIC = b"x-api-key"  # the header of Anthropic's clients
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
-_REFUSAL = Refusal(
+NEEDED = (
     "An API key is needed: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`, once, with a key of this "
-    "server.",
-    status=HTTPStatus.UNAUTHORIZED,
+    "server."
 )
 
 
@@ -53,9 +52,9 @@ class KeyGuard:
         if scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= headers.keys():
             return None  # a browser's preflight carries no key, and the CORS middleware answers it
         given = [(name, value) for name, value in scope["headers"] if name in (b"authorization", ANTHROPIC)]
-        if not given or len(dict(given)) < len(given):
-            return _REFUSAL
-        return None if all(self._knows(name, value) for name, value in given) else _REFUSAL
+        if given and len(dict(given)) == len(given) and all(self._knows(name, value) for name, value in given):
+            return None
+        return Refusal(NEEDED, status=HTTPStatus.UNAUTHORIZED)
 
     def _knows(self, name: bytes, value: bytes) -> bool:
         scheme, _, key = (b"bearer", b"", value) if name == ANTHROPIC else value.partition(b" ")

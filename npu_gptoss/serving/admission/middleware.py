@@ -90,12 +90,9 @@ class AdmissionMiddleware:
 
     async def _whole_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """Reads the body and holds at most `max_body` bytes."""
-        too_large = Refusal(
-            f"The body: expected at most {self.max_body} bytes, got more.", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        )
         declared = headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > self.max_body:
-            raise too_large
+            raise self._too_large()
         chunks, held = [], 0
         while True:
             message = await receive()
@@ -104,10 +101,14 @@ class AdmissionMiddleware:
             chunk = message.get("body", b"")
             held += len(chunk)
             if held > self.max_body:
-                raise too_large
+                raise self._too_large()
             chunks.append(chunk)
             if not message.get("more_body", False):
                 return b"".join(chunks)
+
+    def _too_large(self) -> Refusal:
+        said = f"The body: expected at most {self.max_body} bytes, got more."
+        return Refusal(said, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the request. If vLLM fails while parsing it, the client gets a refusal."""

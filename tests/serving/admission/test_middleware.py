@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 from collections.abc import Iterable
 from http import HTTPStatus
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -128,6 +130,26 @@ def test_hostile_request_is_refused_by_admission(case: Hostile) -> None:
     assert error["message"].isprintable()
     assert len(error["message"]) < 500
     assert case.param is None or case.param in error["message"]
+
+
+def test_a_refused_body_is_not_kept() -> None:
+    """An exception keeps the frames of each of its raises, with their bodies: one for all refusals kept them for ever,
+    one in a variable of its own frame until Python looked for cycles."""
+
+    def tracebacks() -> int:
+        return sum(type(found) is TracebackType for found in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = tracebacks()
+        for case, asked in itertools.product(
+            BY_ADMISSION, (admission(), admission(most=100), admission(keys=("key",)))
+        ):
+            ask(asked, case.route, case.body)
+        assert tracebacks() == before
+    finally:
+        gc.enable()
 
 
 def test_an_accepted_body_and_its_disconnect_pass_unchanged() -> None:
