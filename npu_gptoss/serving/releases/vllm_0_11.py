@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.releases.steps_0_11 import take
@@ -142,18 +141,20 @@ def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
     return get_rope(size, size, positions, config.rope_theta, True, rope_scaling=yarn(config), dtype=dtype)
 
 
-def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
-    """Returns vLLM's split of the experts: parts by width, and this rank's experts [first, end)."""
+def expert_share(config: Any, **sizes: int) -> tuple[int, tuple[int, int]]:
+    """Returns vLLM's split of the experts: parts by width, and this rank's experts [first, end). sizes: of the groups
+    that only a later release asks for."""
     from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
     from npu_gptoss.serving.releases.vllm import determine_expert_map
 
-    make, parallel, ranks = FusedMoEParallelConfig.make, config.parallel_config, get_tensor_model_parallel_world_size()
-    sizes = {"tp_size_": ranks, "dp_size_": get_dp_group().world_size}
-    if "sp_size_" in inspect.signature(make).parameters:  # 0.23
-        sizes |= {"pcp_size_": 1, "sp_size_": ranks if parallel.use_sequence_parallel_moe else 1}
-    cut = make(**sizes, vllm_parallel_config=parallel)
+    cut = FusedMoEParallelConfig.make(
+        tp_size_=get_tensor_model_parallel_world_size(),
+        dp_size_=get_dp_group().world_size,
+        vllm_parallel_config=config.parallel_config,
+        **sizes,
+    )
     # the map: local ids by global id, -1 elsewhere
     count, expert_map, *_ = determine_expert_map(
         cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts

@@ -9,12 +9,13 @@ from bisect import bisect_left
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.serving.releases import vllm_0_11
+
 # equal in both releases
 from npu_gptoss.serving.releases.vllm_0_11 import (  # noqa: F401
     MXFP4_NAME,
     QUANTIZATIONS,
     STAYED,
-    expert_share,
     register_formats,
     yarn,
 )
@@ -109,6 +110,13 @@ def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
     real = bisect_left(starts, common.num_actual_tokens)  # padding rows of a full graph count as requests
     return tuple(starts[: real + 1]), tuple(common._seq_lens_cpu[:real].tolist())
+
+
+def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
+    """Returns vLLM's split of the experts, as in 0.11.0, and among context- and sequence-parallel ranks."""
+    parallel = config.parallel_config
+    sequence = parallel.tensor_parallel_size if parallel.use_sequence_parallel_moe else 1
+    return vllm_0_11.expert_share(config, pcp_size_=1, sp_size_=sequence)
 
 
 def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
