@@ -152,7 +152,7 @@ def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if state == CAPTURING and trace.ENABLED:
         _trace_launch(call, "capture", args, kwargs, targets, stream)
     binding.check(operation.name, library.emulator_submit(stream, calls.keep(call)))
-    if state == CAPTURING and _origins.get(device.index, stream) != stream:
+    if state == CAPTURING and _origins.get(device.index, stream) != stream and not _takes_no_memory(operation, args):
         _recorded_wrongly(operation, [*filter(torch.is_tensor, targets), *operation.written(args, kwargs)])
     return output
 
@@ -160,9 +160,25 @@ def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], 
 _origins: dict[int, int] = {}  # device -> the stream on which torch_npu began the capture that is under way
 
 
+def _takes_no_memory(operation: Operation, args: tuple[Any, ...]) -> bool:
+    """True for a plain copy into memory that is there, as ProcessGroupHCCL::allgather makes it on its own stream behind
+    the gathering. Of vllm-ascend's nightly tests, test_qwen3_235b_a22b_w8a8_eplb.py captures that (TP=16, experts in
+    parallel, no --enforce-eager) and wants 95 % of GSM8K of it; whether it is met there was not seen."""
+    return (
+        operation.name == "aten::copy_"
+        and args[0].dtype == args[1].dtype
+        and args[0].is_contiguous()
+        and args[1].is_contiguous()
+    )
+
+
 def _recorded_wrongly(operation: Operation, results: list[torch.Tensor]) -> None:
-    """Raises R91 on a stream that joined the capture. Collectives run on a stream of torch_npu's and are exempt."""
-    rules.Call.of(operation.name).undefined(
+    """Raises R91 on a stream that joined the capture: while its wait is queued, the allocator does not see that the
+    stream is captured, and takes results and workspaces from memory that is not the graph's."""
+    call = rules.Call.of(operation.name)
+    if not call.holds(91):
+        return
+    call.undefined(
         91,
         "expected one stream inside a capture, but this operator is on a second one: torch_npu 2.7.1 does not flush "
         "its queue when streams wait for each other (upstream's c86f48f9d), and the replay's numbers are wrong",

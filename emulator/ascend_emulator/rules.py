@@ -162,7 +162,12 @@ RULES: dict[int, Rule] = {
             (88, "Graphs share a budget of streams.", ONLY_8_3),
             (89, "A replay has the captured shapes."),
             (90, "torch_npu 2.7.1 does not update version 2 of the attention operator by itself.", ONLY_8_3),
-            (91, "A capture runs on its first stream; torch_npu before 2.7.1.post4 records others wrongly.", *_UB),
+            (
+                91,
+                "A capture takes memory on its first stream; torch_npu before 2.7.1.post4 takes others' elsewhere.",
+                UP_TO_8_5,
+                Kind.UNDEFINED,
+            ),
         ),
     )
 }
@@ -179,6 +184,7 @@ SOURCES: dict[int, str] = {
     88: "CANN 8.5.0's notes of release, vllm-ascend's PR 9962: since then graphs take few streams",
     72: "ops-transformer b122ed222, apply_rotary_pos_emb_tiling.cpp; op-plugin 26.1.0 takes 64, too",
     90: "torch_npu 7.2.0 records version 1 only, 7.3.0 both",
+    91: "torch_npu c86f48f9d (in 2.7.1.post4 and 2.10.0.post4): NPUEvent::block empties the queue in a capture",
     92: "ops-transformer ca4633c9b (2026-04-30, in v9.1.0-beta.2 and later, not in v9.0.1): SinkCopyIn reads G + 16",
     93: "ops-transformer 6f45a9b62 (in v9.0.0 and later), CheckSpecConditions",
 }

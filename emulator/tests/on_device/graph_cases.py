@@ -751,11 +751,18 @@ def forked(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 def case_R91_an_operator_on_a_second_stream() -> None:
     x, into = tensor(1, 2), tensor(0, 0)
     assert forked(x, into).tolist() == [3, 5], "outside of a capture streams may fork"
+    if torch_npu.__version__ != "2.7.1":
+        graph, out = captured(lambda: forked(x, into))
+        graph.replay()
+        assert (out.tolist(), into.tolist()) == ([3, 5], [2, 4]), "mended in 2.10.0.post4"
+        return
     with refused("R91", "a second one"):
         captured(lambda: forked(x, into))
 
 
 def case_R91_numbers_of_a_second_stream_are_wrong_outside_of_strict_mode() -> None:
+    if torch_npu.__version__ != "2.7.1":
+        return
     context.set_default(dataclasses.replace(context.current(), strict=False))
     x, into = tensor(1, 2), tensor(0, 0)
     graph, out = captured(lambda: forked(x, into))

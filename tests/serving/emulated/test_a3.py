@@ -58,8 +58,6 @@ QUICK_OR_LONG = [
     for name in STACKS
     for mode in MODES
     for how in LAYOUTS
-    # ends at the capture (R84): docs/emulator.md
-    if (name, how) != ("8.3", "TP=2, experts in parallel") or mode == "eager"
 ]
 
 
