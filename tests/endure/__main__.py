@@ -127,6 +127,7 @@ def endure(
         in_flight=sorted(+findings.in_flight),
         log=[] if died is None else serve_here.tail(served.log, 30),
         regrets=findings.regrets,
+        pools=judge.pools(),
     )
 
 

@@ -2,12 +2,14 @@
 
 A slope is that of a straight line through the medians of WINDOWS equal parts of the run after its first third, by least
 squares, with a confidence of 95 %. A run under ENOUGH minutes, or too restless for the bound, is "not judged": no pass.
+So is growth of threads that a pool may explain, which makes its threads one by one, until it is full.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,8 +38,10 @@ def verdict_of(name: str, slope: Slope | None) -> str:
     return NOT_JUDGED if slope is None or slope[1] > bound else "grows" if slope[0] > bound else "flat"
 
 
-def said_of(name: str, slope: Slope | None) -> str:
-    return verdict_of(name, slope) + (f": {slope[0]:+.3f} ± {slope[1]:.3f}" if slope else "")
+def pools() -> dict[str, int]:
+    """How many threads the pools of a server on this machine may add to a series: the engine's compiles grammars
+    (`StructuredOutputManager.executor` of vLLM)."""
+    return {"threads, core": max(1, ((os.cpu_count() or 1) + 1) // 2)}
 
 
 def student(freedom: int) -> float:
@@ -98,6 +102,7 @@ class Record:
     in_flight: list[str] = field(default_factory=list)  # at a death
     log: list[str] = field(default_factory=list)  # the server's last lines if it died
     regrets: list[float] = field(default_factory=list)  # of the near-ties, in log-probability of fp32
+    pools: dict[str, int] = field(default_factory=dict)  # see `pools`
 
     def number(self, group: str, outcome: str = "") -> int:
         return sum(n for g, _, o, n in self.counts if g == group and outcome in ("", o))
@@ -105,8 +110,17 @@ class Record:
     def not_of(self, group: str, *outcomes: str) -> int:
         return self.number(group) - sum(self.number(group, outcome) for outcome in outcomes)
 
+    def verdict(self, name: str) -> str:
+        found, values = verdict_of(name, self.slopes[name]), [value for _, value in self.series.get(name, ())]
+        fits = name in self.pools and max(values) - values[0] <= self.pools[name]
+        return NOT_JUDGED if found == "grows" and fits else found
+
+    def said(self, name: str) -> str:
+        slope = self.slopes[name]
+        return self.verdict(name) + (f": {slope[0]:+.3f} ± {slope[1]:.3f}" if slope else "")
+
     def of(self, verdict: str) -> list[str]:
-        return [name for name, slope in self.slopes.items() if verdict_of(name, slope) == verdict]
+        return [name for name in self.slopes if self.verdict(name) == verdict]
 
 
 def counted(findings: Findings) -> list[tuple[str, str, str, int]]:
@@ -147,7 +161,7 @@ def verdicts(record: Record, health_limit: float = HEALTH_LIMIT) -> list[tuple[s
     def kept(fine: bool) -> str:
         return KEPT if fine else BROKEN
 
-    shown = (f"{name} {said_of(name, record.slopes[name])}" for name in (*grows, *unsure) or list(record.slopes)[:3])
+    shown = (f"{name} {record.said(name)}" for name in (*grows, *unsure) or list(record.slopes)[:3])
     return [
         ("no death", kept(record.exit_status is None), f"{record.exit_status}"),
         (
@@ -264,7 +278,7 @@ def picture(record: Record) -> str:
             f"{left + minute / last * width:.1f},{top + high - (v - least) / ((most - least) or 1) * high:.1f}"
             for minute, v in points
         )
-        verdict = said_of(name, record.slopes[name]) if name in record.slopes else ""
+        verdict = record.said(name) if name in record.slopes else ""
         shapes.append(f'<polyline points="{line}" fill="none" stroke="#1f5fbf"/>')
         shapes.append(f'<text x="{left}" y="{top + high + 13}">{name}: {least:.4g} to {most:.4g}</text>')
         shapes.append(f'<text x="{left}" y="{top + high + 26}" fill="#777">{verdict}</text>')

@@ -61,6 +61,27 @@ def test_a_leak_of_1_mib_a_minute_is_caught(minutes: float, slope: float, noise:
     assert seen[0] == due
 
 
+@pytest.mark.parametrize(
+    ("minutes", "at", "pool", "verdict"),
+    [
+        (20, (8, 11, 14), 8, "not judged"),  # a pool that is not full, or a leak
+        (60, (2, 4, 6, 8, 10, 12, 14, 16), 8, "flat"),  # the pool filled before it is judged
+        (20, (1, 3, 5, 7, 9, 11, 13, 15, 17), 8, "grows"),  # one more than the pool
+        (20, (8, 11, 14), 1, "grows"),
+        (20, (8, 11, 14), 0, "grows"),
+    ],
+)
+def test_a_leak_of_threads_is_told_from_a_pool_that_fills(
+    minutes: int, at: tuple[int, ...], pool: int, verdict: str
+) -> None:
+    """at: the minutes in which the engine's process gets one more thread."""
+    seconds = [second / 60 for second in range(minutes * 60)]
+    found = {"threads, core": [(minute, 50.0 + sum(minute >= one for one in at)) for minute in seconds]}
+    one = record(series=found, slopes=judge.slopes(found), pools={"threads, core": pool} if pool else {})
+    assert one.verdict("threads, core") == verdict
+    assert judge.status(one) == {"flat": 0, "grows": 1, "not judged": 3}[verdict]
+
+
 def test_students_quantile_is_that_of_tables() -> None:
     assert [judge.student(n) for n in (3, 8, 18, 1000)] == pytest.approx([3.182, 2.306, 2.101, 1.962], rel=1e-2)
 
