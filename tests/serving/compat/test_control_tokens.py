@@ -86,6 +86,25 @@ def test_a_tag_keeps_the_control_tokens_of_its_frame_only(patched, backend, toke
     assert allows(walk.behind('"}'), CONTROL["<|end|>"])
 
 
+@pytest.mark.parametrize("schema", [SCHEMA, {"enum": ["<|x", "b"]}], ids=["usual", "with such letters itself"])
+def test_the_letters_of_a_control_token_do_not_end_a_tag(patched, backend, tokenizer, schema):
+    """`}`, `<`, `|`, `end`, `|`, `>` as ordinary tokens ended the JSON for xgrammar, and for no reader."""
+    tag = TAG | {"structures": [TAG["structures"][0] | {"schema": schema}]}
+    with patched(REPAIR):
+        walk = Walk(backend, tokenizer, "STRUCTURAL_TAG", json.dumps(tag))
+    own = schema is not SCHEMA
+    before = walk.behind("<|channel|>final<|message|>" + ('"b' if own else '{"city":"a<|'))
+    letters = [number for number in map(tokenizer.convert_tokens_to_ids, ("<", "}<", "<|")) if number is not None]
+    if own:
+        before = walk.behind('"')
+        assert allows(before, letters[0])
+        return
+    assert allows(before, letters[0]), "within a string they are letters"
+    closed = walk.behind('"}')
+    assert not any(allows(closed, letter) for letter in letters)
+    assert walk.control() == {"<|end|>"}
+
+
 class Spaced(Walk):
     """A walk with runs of single tokens."""
 

@@ -260,6 +260,11 @@ def test_null_length_of_a_completion_is_a_fault_of_the_server(server: Server) ->
 def test_unknown_model_is_not_named_as_the_mistake(server: Server, api: str) -> None:
     answer = server.ask(api)(ANSWER, model="another")
     assert (answer.status, answer.error["param"]) == (404, "model")
+    for odd in ([None, None], {"a": 1}, 3):
+        said = server.post("/tokenize", {"model": odd, "messages": [USER]}).error
+        assert (said["code"], said["param"]) == (400, "model")
+        answer = server.ask(api)(ANSWER, model=odd)
+        assert (answer.status, answer.error["param"]) == (400, "model")
 
 
 def test_two_calls_are_one_without_parallel_calls(server: Server) -> None:

@@ -3,7 +3,7 @@
 xgrammar takes a control token for its letters: within a JSON string `<|end|>` is a text of seven characters. A model
 that writes it there ends its message in the middle of the string, and the answer is no JSON. vLLM 0.33 compiles
 structures with a vocabulary without control tokens, but not structural tags, which its framing of gpt-oss's turns needs
-them for.
+them for. It takes the letters for the control token, too: `}`, `<`, `|`, `end`, `|`, `>` ended an answer in JSON.
 
 JSON allows any amount of white space between its tokens and xgrammar does too, so a model that has lost its way writes
 line ends until max_tokens.
@@ -12,6 +12,7 @@ line ends until max_tokens.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ RELEASES = "0.11 0.23 0.33"
 # Characters that a free text may hold and a literal of a structural tag, such as a function's name, does not.
 FREE = ("é", "中")
 MOST = 8  # tokens of white space in a row; a line end with its indentation is one or two
+_CONTROL = re.compile(r"<\|\w+\|>")  # by its letters
 JSON = ("JSON", "JSON_OBJECT", "STRUCTURAL_TAG")
 BYTES = set("ĠĊĉč")  # space, line feed, tab and carriage return, as a byte-level vocabulary writes them
 
@@ -41,20 +43,26 @@ class Tokens:
         words = -(-size // 32)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         texts = tokenizer.get_vocab().items()
+        spelled = {number for text, number in texts if text.endswith("<") or "<|" in text} - special
         self.spaces = frozenset(number for text, number in texts if text and BYTES.issuperset(text))
         self._text = mask_without(special - {tokenizer.eos_token_id}, words)
+        self._not_spelled = mask_without(spelled, words)
         self._no_space = mask_without(self.spaces, words)
         (self._newline, *free) = (_single(tokenizer, text) for text in ("\n", *FREE))
         self._free = [number for number in free if number is not None]
 
-    def forbid_control(self, row: torch.Tensor, *, literals: bool) -> None:
+    def forbid_control(self, row: torch.Tensor, *, literals: bool, spelled: bool = True) -> None:
         """Forbids the control tokens in one row of the bit mask, in place, if that leaves a token.
 
         literals: the grammar has literals with control tokens. They stay, and strings lose theirs: a row of a string
-        allows any letters but no newline.
+        allows any letters but no newline. Without `spelled`, ordinary tokens do not begin their letters outside of
+        texts.
         """
-        if not literals or (self._is_free(row) and not self._allows_newline(row)):
+        free = self._is_free(row)
+        if not literals or (free and not self._allows_newline(row)):
             _restrict(row, self._text)
+        if not (free or spelled):
+            _restrict(row, self._not_spelled)
 
     def forbid_space(self, row: torch.Tensor) -> None:
         """Forbids white space in one row of the bit mask, in place, where it only parts the tokens of JSON."""
@@ -120,14 +128,17 @@ def install_control(module: ModuleType) -> None:
     filtered = hasattr(module.XgrammarBackend, "_filter_special_tokens")  # 0.33, whose lark may name control tokens
 
     @around(module.XgrammarBackend, "compile_grammar")
-    def compile_grammar(original: Original, self: Any, request_type: Any, *arguments: Any, **keywords: Any) -> Any:
-        grammar = original(self, request_type, *arguments, **keywords)
+    def compile_grammar(
+        original: Original, self: Any, request_type: Any, grammar_spec: str, *more: Any, **named: Any
+    ) -> Any:
+        grammar = original(self, request_type, grammar_spec, *more, **named)
         fill, tokens = grammar.fill_bitmask, tokens_of(self.tokenizer, self.vocab_size)
-        literals = filtered or request_type.name == "STRUCTURAL_TAG"
+        tags = request_type.name == "STRUCTURAL_TAG"
+        literals, spelled = filtered or tags, not tags or "<" in _CONTROL.sub("", grammar_spec)
 
         def fill_bitmask(bitmask: torch.Tensor, index: int) -> None:
             fill(bitmask, index)
-            tokens.forbid_control(bitmask[index], literals=literals)
+            tokens.forbid_control(bitmask[index], literals=literals, spelled=spelled)
 
         grammar.fill_bitmask = fill_bitmask
         return grammar
