@@ -58,10 +58,9 @@ class Tokens:
         allows any letters but no newline. Without `spelled`, ordinary tokens do not begin their letters outside of
         texts.
         """
-        free = self._is_free(row)
-        if not literals or (free and not self._allows_newline(row)):
+        if not literals or (self._is_free(row) and not self._allows_newline(row)):
             _restrict(row, self._text)
-        if not (free or spelled):
+        if not (spelled or self._is_free(row)):
             _restrict(row, self._not_spelled)
 
     def forbid_space(self, row: torch.Tensor) -> None:
