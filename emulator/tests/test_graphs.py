@@ -9,6 +9,7 @@ from ascend_emulator.stacks import STACKS, Stack
 from emulator.tests import machine
 
 FILE = "graph_cases.py"
+LATE = "late_replay_cases.py"
 pytestmark = pytest.mark.emulated
 
 
@@ -16,6 +17,12 @@ pytestmark = pytest.mark.emulated
 @pytest.mark.parametrize("case", machine.cases_of(FILE))
 def test_graph(case: str, stack: Stack) -> None:
     machine.check(FILE, case, Machine(stack.cann[0]))
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
+@pytest.mark.parametrize("case", machine.cases_of(LATE))
+def test_late_replays(case: str, stack: Stack) -> None:
+    machine.check(LATE, case, Machine(stack.cann[0], defects=("late-replays",)))
 
 
 def test_task_queue_2_cannot_capture_R81() -> None:

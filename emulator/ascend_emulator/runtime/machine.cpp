@@ -30,22 +30,34 @@ void execute_event(Task &task) {
   }
 }
 
-bool needs(const Stream *waiter, const Stream *stream) {
-  if (waiter == stream) return true;
-  for (auto &wait : waiter->queue)
-    if (wait.kind == Kind::wait)
-      for (auto &task : stream->queue)
-        if (task.kind == Kind::record && task.event == wait.event) return true;
-  return false;
+// By stream, how many of its first tasks must end before the first `count` of this one can, events' ways included.
+void need(const Stream *stream, size_t count, std::map<const Stream *, size_t> &needed) {
+  size_t &known = needed[stream], from = known;
+  if (count <= known) return;
+  known = count;
+  auto recorded = [&](const Task &wait) {
+    if (wait.kind != Kind::wait || ready(wait)) return;
+    for (const Stream *other : machine().pending)
+      for (size_t i = 0; i < other->queue.size(); i++) {
+        const Task &task = other->queue[i];
+        if (task.kind == Kind::record && task.event == wait.event && task.ticket >= wait.ticket) need(other, i + 1, needed);
+      }
+  };
+  for (size_t i = from; i < count; i++) {
+    const Task &task = stream->queue[i];
+    recorded(task);
+    if (task.kind == Kind::replay)
+      for (size_t step = task.position; step < task.graph->tasks.size(); step++) recorded(task.graph->tasks[step]);
+  }
 }
 
 // With the defect late-replays a replay begins when a host thread waits for it: other streams overtake it.
 bool held(const Task &task, const Stream *stream) {
   static const bool late = has_defect("late-replays");
   if (!late || task.kind != Kind::replay) return false;
-  for (auto waiter : machine().waiting)
-    if (needs(waiter, stream)) return false;
-  return true;
+  std::map<const Stream *, size_t> needed;
+  for (const Stream *waiter : machine().waiting) need(waiter, waiter->queue.size(), needed);
+  return !needed.count(stream);
 }
 
 // With the defect first-replay, the first replay of a graph with updated tasks loses the results of its last kernel.
