@@ -5,7 +5,8 @@ can be asked over HTTP on a machine that its engine does not run on. The model w
 Without a rule that fits, it writes the last message of the prompt as harmony, control tokens included, or a prompt that
 is no conversation unchanged. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first that is
 found in the prompt applies. In the model's text, `SAMPLING` stands for the request that the engine got, as JSON, at
-`ERROR` the engine ends the request with an error, and at each `DIES` it dies, once. `--engine`: instead of a script the
+`ERROR` the engine ends the request with an error, at `PAUSES` as an operator's pause does, at `WAITS` it says no more,
+and at each `DIES` it dies, once. `--engine`: instead of a script the
 offline engine computes the model's text (computed.py).
 """
 
@@ -25,7 +26,7 @@ from typing import Any, ClassVar
 
 START, MESSAGE, END = 200006, 200008, 200007
 TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
-SAMPLING, ERROR, DIES = "@sampling@", "@error@", "@dies@"
+SAMPLING, ERROR, PAUSES, WAITS, DIES = "@sampling@", "@error@", "@pauses@", "@waits@", "@dies@"
 Reply = Callable[[Sequence[int]], str]  # the prompt's tokens -> what the model writes
 
 
@@ -87,7 +88,7 @@ class Core:
         sent, text = len(request.prompt_token_ids) - len(prompt), self.reply(prompt)
         if SAMPLING in text:
             text = text.replace(SAMPLING, json.dumps(told(request, library)).replace("<|", r"<\u007c"))
-        text, fails, _ = text.partition(ERROR)
+        text, fails, _ = (*re.split(f"({ERROR}|{PAUSES}|{WAITS})", text, maxsplit=1), "", "")[:3]
         for part in text.split(DIES):
             tokens += library.encode(part, allowed_special="all")
             deaths.append(len(tokens))
@@ -116,8 +117,10 @@ class Core:
             )
             self._put(output)
             await asyncio.sleep(0)
-        if fails:
+        if fails == ERROR:
             self._put(failed(request.request_id))
+        elif fails == PAUSES:
+            self._put(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
 
     def _put(self, output: Any) -> None:
         from vllm.v1.engine import EngineCoreOutputs

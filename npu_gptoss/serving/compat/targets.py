@@ -5,7 +5,8 @@ from __future__ import annotations
 BOTH = "0.11 0.23"  # releases
 NEWER = "0.23 0.33"
 
-APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # of 0.33
+LAUNCHER = "vllm.entrypoints.launchers.launcher"  # of 0.33, as the next
+APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of serve_http
 ENGINE = "vllm.entrypoints.openai.serving_engine"

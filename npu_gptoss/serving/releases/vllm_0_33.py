@@ -51,6 +51,7 @@ MODULES: dict[str, str] = {
     "vllm.platforms": "current_platform",
     "vllm.plugins": "load_general_plugins",
     "vllm.sampling_params": "StructuredOutputsParams",
+    "vllm.utils.system_utils": "kill_process_tree",
     "vllm.v1.attention.backend": (
         "AttentionBackend AttentionCGSupport AttentionMetadataBuilder CommonAttentionMetadata MultipleOf"
     ),

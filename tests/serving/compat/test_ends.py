@@ -23,22 +23,27 @@ pytest.importorskip("vllm")
 import uvicorn
 from fastapi import HTTPException
 from fastapi.testclient import TestClient
-from vllm.entrypoints import launcher
-from vllm.entrypoints.openai import api_server
 from vllm.v1 import utils
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.serving.compat.server import shutdown
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from tests.serving.compat import of_release
-from tests.serving.compat.of_release import OLD
+from tests.serving.compat.of_release import LINE, OLD
 from tests.serving.conftest import run
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
 
+if LINE == "0.33":
+    from vllm.entrypoints.launchers import launcher
+else:
+    from vllm.entrypoints import launcher
+    from vllm.entrypoints.openai import api_server
+
 pytestmark = pytest.mark.serving
 only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
-only_0_23 = pytest.mark.skipif(OLD, reason="the stand-in is of vLLM 0.23's server")
+not_0_11 = pytest.mark.skipif(OLD, reason="the stand-in is of a newer server")
+not_0_33 = pytest.mark.skipif(LINE == "0.33", reason="vLLM 0.33 refuses such a port itself")
 
 
 @pytest.fixture
@@ -58,6 +63,7 @@ def dead_core(exitcode: int | None, cause: str | None = None) -> Any:
     return types.SimpleNamespace(resources=types.SimpleNamespace(engine_manager=manager), **pulse)
 
 
+@not_0_33
 def test_second_server_does_not_share_the_port(patched: Any) -> None:
     with patched("server-port"), api_server.create_server_socket(("127.0.0.1", 0)) as first:
         first.listen()
@@ -66,6 +72,7 @@ def test_second_server_does_not_share_the_port(patched: Any) -> None:
             api_server.create_server_socket(("127.0.0.1", port))
 
 
+@not_0_33
 def test_invalid_drain_time_is_refused_at_the_start(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_GPTOSS_DRAIN_SECONDS", "for ever")
     with patched("server-port"), pytest.raises(SystemExit, match="NPU_GPTOSS_DRAIN_SECONDS='for ever'"):
@@ -111,18 +118,28 @@ def test_idle_connection_is_closed_before_clients_let_go(monkeypatch, chosen: di
 class Server(uvicorn.Server):
     """Serves nothing until it must exit; then vLLM's application has no state any more."""
 
+    def __init__(self, config: uvicorn.Config, peer_loads: Any = None) -> None:
+        super().__init__(config)
+
     async def serve(self, sockets: Any = None) -> None:
         while not self.should_exit:
             await asyncio.sleep(0.01)
         del self.config.app.state
 
 
+def put(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it the launcher's server, with an application that is none."""
+    owner, name = (launcher, "NoSignalServer") if LINE == "0.33" else (launcher.uvicorn, "Server")
+    monkeypatch.setattr(owner, name, server)
+    monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
+
+
 def ended(monkeypatch: pytest.MonkeyPatch, errored: bool) -> None:
     """Awaits, as vLLM does, a server whose engine dies, or that a program ends."""
     engine = types.SimpleNamespace(errored=errored, is_running=not errored, engine_core=dead_core(-9), vllm_config=None)
+    engine.should_keep_api_server_alive = False  # asked by 0.33
     app = types.SimpleNamespace(routes=[], state=types.SimpleNamespace(engine_client=engine))
-    monkeypatch.setattr(launcher.uvicorn, "Server", Server)
-    monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
+    put(Server, monkeypatch)
 
     async def serve() -> None:
         if not errored:
@@ -132,7 +149,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, errored: bool) -> None:
     asyncio.run(asyncio.wait_for(serve(), 20))
 
 
-@only_0_23
+@not_0_11
 def test_engine_death_gives_exit_status_1_and_a_normal_end_none(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with patched("server-end"):
         with pytest.raises(SystemExit) as end:
@@ -174,7 +191,7 @@ class Busy(Server):
         engine.seen.append("server ended")
 
 
-@only_0_23
+@not_0_11
 @pytest.mark.parametrize(
     ("needs", "seen"),
     [
@@ -187,8 +204,7 @@ def test_signal_leaves_requests_time_to_finish(patched, monkeypatch, handlers, n
     engine = Engine(needs)
     app = types.SimpleNamespace(routes=[], state=types.SimpleNamespace(engine_client=engine))
     monkeypatch.setenv("NPU_GPTOSS_DRAIN_SECONDS", "1")
-    monkeypatch.setattr(launcher.uvicorn, "Server", Busy)
-    monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
+    put(Busy, monkeypatch)
 
     async def serve() -> None:
         asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
@@ -204,12 +220,13 @@ def test_signal_leaves_requests_time_to_finish(patched, monkeypatch, handlers, n
 SLOW = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit())); print(); time.sleep(60)"
 
 
-@only_0_23
+@not_0_11
 def test_signal_leaves_several_servers_time_to_finish(patched: Any, handlers: None) -> None:
     server = subprocess.Popen([sys.executable, "-u", "-c", SLOW], stdout=subprocess.PIPE)
     server.stdout.readline()
     manager = object.__new__(utils.APIServerProcessManager)
     manager.processes, manager._address_pipes = [utils._SubprocessWrapper(server, "ApiServer_0")], []
+    manager._listeners = []  # of 0.33
     manager._finalizer = weakref.finalize(manager, lambda: None)
     with patched("servers-end"), socket.socket() as manager.sock:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -112,6 +113,7 @@ class Server:
     url: str
     model: Path
     log: Path
+    process: subprocess.Popen[bytes]
 
     @property
     def defaults(self) -> Defaults:
@@ -172,26 +174,26 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) -> Iterator[Server]:
-    """settings: of the server's environment."""
+def serve(release: str, model: Path, log: Path, *flags: str, lasts: bool = True, **settings: str) -> Iterator[Server]:
+    """settings: of the server's environment. lasts: it must not end before the tests do."""
     python, variables = python_of(release)
     port = free_port()
     command = [str(python), "-m", "tests.serving.scripted", str(model), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--served-model-name", NAME, "--max-model-len", str(MAX_LEN), "--enable-prompt-tokens-details", *flags]
     settings |= {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     settings["PYTHONPATH"] = str(ROOT)
-    settings["NPU_GPTOSS_ENGINE_RESTARTS"] = "100000"  # of test_outliving.py; no other test's engine dies
+    settings.setdefault("NPU_GPTOSS_ENGINE_RESTARTS", "100000")  # of test_outliving.py
     # the vocabulary has to come from the checkpoint, without the network
     settings |= dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     settings |= {"TIKTOKEN_RS_CACHE_DIR": str(log.parent / "nothing"), "XDG_CACHE_HOME": str(log.parent / "cache")}
     environment = os.environ | variables | settings
     environment.pop(BASE_VARIABLE, None)  # an earlier test of this process may have set it
     process = serve_here.start(command, environment, log)
-    server = Server(release, f"http://127.0.0.1:{port}", model, log)
+    server = Server(release, f"http://127.0.0.1:{port}", model, log, process)
     try:
         serve_here.wait_until_ready(process, server.url, log, timeout=START_LIMIT)
         yield server
-        assert process.poll() is None, f"the server ended during the tests:\n{log.read_text()[-3000:]}"
+        assert not lasts or process.poll() is None, f"the server ended during the tests:\n{log.read_text()[-3000:]}"
     finally:
         serve_here.stop(process)
 

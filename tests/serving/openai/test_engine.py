@@ -21,7 +21,7 @@ from tests.frontend.turns import ANSWER, NEXT, THOUGHT, final
 from tests.serving.openai.cases import COMPLETIONS, SAMPLING, STRUCTURES, is_told
 from tests.serving.openai.conftest import MAX_LEN, NAME, TRAINED, Server
 from tests.serving.openai.test_http import USER
-from tests.serving.scripted import ERROR
+from tests.serving.scripted import ERROR, PAUSES
 from tests.serving.scripted import SAMPLING as TOLD
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
@@ -199,21 +199,23 @@ def test_body_that_is_no_request_is_the_clients_error(server: Server, path: str,
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_engine_error_is_reported_and_tears_no_stream(server: Server, api: str) -> None:
-    text = THOUGHT + NEXT + "<|channel|>final<|message|>Fo" + ERROR
+@pytest.mark.parametrize(("end", "status"), [(ERROR, 500), (PAUSES, 503)])
+def test_answer_that_the_engine_cuts_off_looks_like_all_of_it(server: Server, api: str, end: str, status: int) -> None:
+    """Stock: what there is by an operator's pause, or a signal on 0.33, is a whole answer, 200."""
+    text = THOUGHT + NEXT + "<|channel|>final<|message|>Fo" + end
     ask = server.ask(api)
     whole = ask(text)
-    assert whole.status == 500
+    assert whole.status == status
     assert whole.json["error"]["message"]
     streamed = ask(text, stream=True)
     if api == "chat":
         *lines, last = streamed.lines
-        assert json.loads(last[6:])["error"]["code"] == 500
+        assert json.loads(last[6:])["error"]["code"] == status
         assert gathered(lines) == ("Fo", "hm", [], None)
         return
     last = streamed.events[-1]
     if api == "messages":
-        assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+        assert (last["type"], last["error"]["type"]) == ("error", {500: "api_error", 503: "overloaded_error"}[status])
     else:
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert of_response(last["response"])[:3] == ("Fo", "hm", [])

@@ -1,7 +1,8 @@
 """Ends the server with an error message for clients, a time limit for requests in flight, and an exit status.
 
-At a signal, vLLM 0.11.0 ends the engine first and then waits for the connections without a limit; 0.23.0 ends the
-requests in flight at once, without a reason. Both report the engine's death as a regular end (exit status 0).
+At a signal, vLLM 0.11.0 ends the engine first and then waits for the connections without a limit; 0.23.0 and 0.33.0 end
+the requests in flight at once, so that the begin of an answer looks like all of it, and 0.33.0 waits without a limit,
+too. All report the engine's death as a regular end (exit status 0).
 
 Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends the rest with an
 error, and only then ends the engine. A second signal ends everything at once. Of several API servers (0.23's
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss import envs
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import BOTH, SERVERS
+from npu_gptoss.serving.compat.targets import APP_ENTRY, BOTH, LAUNCHER, NEWER, SERVERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -31,19 +32,21 @@ if TYPE_CHECKING:
 WATCH = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 1.0  # seconds for the errors to reach the clients; then open connections are cut
 GRACE = 5.0  # further seconds until a parent kills its API servers; vLLM's default
+ENDS = "vLLM ends its engine last"
 STATUS = 1  # of a server whose engine died
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @functools.cache
 def stopping_error() -> type[Exception]:
-    """Returns the exception that ends requests in flight when the server stops."""
+    """Returns the exception for a request that the server ended, as it stops or as an operator pauses its engine."""
 
     class ServerStoppingError(engine_ended()):
         def __init__(self) -> None:
             Exception.__init__(
                 self,
-                "The server is shutting down and ended this request before its answer was complete. Send it again.",
+                "The server is shutting down or paused and ended this request before its answer was complete. "
+                "Send it again.",
             )
 
     return ServerStoppingError
@@ -61,19 +64,22 @@ def is_final(error: object) -> bool:
     return isinstance(error, engine_ended())
 
 
-@repair("server-end", "vllm.entrypoints.launcher:serve_http watchdog_loop", releases=BOTH, until="0.33")
+@repair("server-end", "vllm.entrypoints.launcher:serve_http watchdog_loop", releases=BOTH, until=ENDS)
+@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", releases="0.33", until=ENDS)
 def install_server(launcher: ModuleType) -> None:
-    """A signal ends the engine before the server, so that requests in flight are not answered (0.11: and the server
-    waits for them without a limit) or end without a reason; the engine's death gives exit status 0."""
+    """A signal ends the engine first: answers in flight are cut without a word (0.11, 0.33: or waited for without a
+    limit). The engine's death gives exit status 0."""
     serve = launcher.serve_http
     expect_parameters(serve, "sock", "uvicorn_kwargs")
     expect_source(serve, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
-    expect_source(serve, "uvicorn.Config(app, **uvicorn_kwargs)", "watchdog_loop(server, app.state.engine_client)")
+    expect_source(serve, "uvicorn.Config(app, **uvicorn_kwargs)", "loop.create_task(watchdog_loop(server, ")
     expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
 
-    @around(launcher, "serve_http", copies=SERVERS)
+    @around(launcher, "serve_http", copies=(*SERVERS, APP_ENTRY))
     async def serve_http(original: Original, app: FastAPI, *args: Any, **kwargs: Any) -> Coroutine:
         engine = app.state.engine_client
+        if engine is None:  # 0.33's server that only renders prompts
+            return await original(app, *args, **kwargs)
         # 0.23's own --shutdown-timeout has the same meaning
         own = getattr(engine.vllm_config, "shutdown_timeout", 0) - LAST_WORDS
         drain = max(envs.get("NPU_GPTOSS_DRAIN_SECONDS"), own)
@@ -139,9 +145,9 @@ def _at_once(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
-@repair("servers-end", "vllm.v1.utils:APIServerProcessManager.shutdown", releases="0.23", until="0.33")
+@repair("servers-end", "vllm.v1.utils:APIServerProcessManager.shutdown", releases=NEWER, until=ENDS)
 def install_servers(managers: ModuleType) -> None:
-    """A signal kills all of several API servers, and their requests are not answered."""
+    """A signal kills several API servers, and their requests are not answered."""
     manager = managers.APIServerProcessManager
     expect_parameters(manager.__init__, "self", "sock")
     expect_source(managers.shutdown, "proc.terminate()", "proc.join(remaining)", "kill_process_tree(pid)")
