@@ -118,6 +118,9 @@ def tools_section(tools: Mapping[str, ToolNamespaceConfig], library: HarmonyEnco
         raise ConversationError(f"the tools cannot be written in harmony: {error}", "tools") from error
 
 
+_MARK = re.compile("\ue000([0-9a-f]{8})([0-9]+)(?:null)?\ue001")  # the nonce, the text's number
+
+
 class _Marks:
     """Marks that replace long texts: private characters around a number that no client can guess."""
 
@@ -164,5 +167,4 @@ class _Marks:
         return self._numbers[text]
 
     def restored(self, text: str) -> str:
-        mark = re.compile(f"\ue000{self._nonce}([0-9]+)(?:null)?\ue001")
-        return mark.sub(lambda found: self._texts[int(found[1])], text)
+        return _MARK.sub(lambda found: self._texts[int(found[2])] if found[1] == self._nonce else found[0], text)

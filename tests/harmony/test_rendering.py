@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -186,6 +188,18 @@ def test_a_run_of_one_character_takes_no_second(encoder, run):
     start = time.process_time()
     encoder.encode(conversation(messages[:0], tools=[{"type": "function", "function": described}]))
     assert time.process_time() - start < 1.5
+
+
+def test_tools_leave_nothing_in_the_cache_of_expressions(encoder):
+    """One expression for each request displaced the others', and memory grew until 512 of them were kept."""
+
+    def rendered() -> int:
+        encoder.encode(
+            conversation([], tools=[{"type": "function", "function": {"name": "f", "description": "d" * 99}}])
+        )
+        return sum(type(found) is re.Pattern for found in gc.get_objects())
+
+    assert rendered() == rendered()
 
 
 def test_no_token_is_longer_than_the_bound_on_lengths_assumes():
