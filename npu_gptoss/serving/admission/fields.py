@@ -38,7 +38,7 @@ INT64 = 2**63 - 1
 SCHEMA = size(256 * 1024)  # a schema of 256 KiB has thousands of properties
 PATTERN = text(16 * 1024)
 REQUEST_ID = identifier(256)
-MODEL = text(1024)
+MODEL = text(1024, strict=True)  # vLLM looks it up in a table
 CHOICES = texts(4096, 4096)
 
 # arguments that transformers' apply_chat_template takes (CVE-2025-62426)

@@ -73,9 +73,7 @@ def refusal(error: Exception) -> Any:
 
 
 async def unknown_model(serving: Any, request: Any) -> Any:
-    """Returns the error for a request whose model the server does not have, or that is no name; else None."""
-    if not isinstance(request.model, str | None):  # vLLM looks it up in a table
-        return refused(f"model: expected a text, got {shown(request.model)}.", "model")
+    """Returns the error for a request whose model the server does not have; else None."""
     unknown = await serving._check_model(request)
     return None if unknown is None else refused(unknown.error.message, "model", unknown.error.code, unknown.error.type)
 

@@ -56,9 +56,8 @@ def plain_response(body: Mapping[str, Any]) -> Json:
 
 
 def plain_messages(body: Mapping[str, Any]) -> Json:
-    model = body.get("model")
     own = {
-        "model": model if isinstance(model, str) else "-",
+        "model": body.get("model") or "-",
         "messages": [{"role": "user", "content": "."}],
         "max_tokens": 1,
     }
@@ -143,7 +142,7 @@ class Intake:
             await self.app(scope, receive, send)
             return
         route = route_path(scope)
-        if route not in ROUTES:
+        if route not in ROUTES or PARSED not in scope:  # a body that admission has not checked is vLLM's to refuse
             await self.app(scope, receive, send)
             return
         first = await receive()
@@ -181,8 +180,8 @@ def _as_json(said: Any) -> Any:
 
 def _parsed(scope: Message, first: Message) -> Any:
     """Reuses the JSON that admission has parsed, unless another application has changed the body since."""
-    raw, body = scope.get(PARSED, (None, None))
-    if raw is not None and raw == first.get("body"):
+    raw, body = scope[PARSED]
+    if raw == first.get("body"):
         return body
     if first.get("more_body") or first["type"] != "http.request":
         return None

@@ -56,8 +56,7 @@ async def _counted(serving: Any, body: Mapping[str, Any], raw_request: Any) -> A
 
 
 async def _unknown(serving: Any, body: Mapping[str, Any]) -> Any:
-    model = body.get("model")
-    if not isinstance(model, str) or not model:
+    if not body.get("model"):
         return _refused("model: expected the name of a model, as /v1/models lists them.", HTTPStatus.BAD_REQUEST)
     unknown = await serving._check_model(intake.Written(body))
     return None if unknown is None else _refused(unknown.error.message, unknown.error.code)

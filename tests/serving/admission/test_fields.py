@@ -87,6 +87,16 @@ def test_structured_outputs_have_no_field_without_a_limit() -> None:
     assert names - flags == set(fields.STRUCTURED)
 
 
+@pytest.mark.parametrize("route", [*fields.ROUTES, fields.INVOCATIONS])
+@pytest.mark.parametrize("odd", [[None, None], {"a": 1}, 3, True], ids=repr)
+def test_model_that_is_no_text_is_looked_up(route: str, odd: Any) -> None:
+    """vLLM looked it up in a table, which lists cannot be, and answered 500."""
+    with pytest.raises(Refusal, match="model: expected a string, got ") as refusal:
+        fields.check(route, {"model": odd}, LIMITS)
+    assert refusal.value.param == "model"
+    fields.check(route, {"model": "a"}, LIMITS)
+
+
 @pytest.mark.parametrize(("route", "extra"), [
     *((route, ("vllm_xargs",)) for route, table in fields.ROUTES.items() if "vllm_xargs" in table),
     ("/inference/v1/generate", ("sampling_params", "extra_args")),
