@@ -4,6 +4,7 @@ from __future__ import annotations
 
 BOTH = "0.11 0.23"  # releases
 NEWER = "0.23 0.33"
+ALL = "0.11 0.23 0.33"
 
 LAUNCHER = "vllm.entrypoints.launchers.launcher"  # of 0.33, as the next
 APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"

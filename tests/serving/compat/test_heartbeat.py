@@ -101,11 +101,10 @@ def test_heartbeat_carries_the_age_of_a_step_and_the_cause_of_death(patched: Any
         seen.append(heart._heard[0][1])
         raise MemoryError("no room for\x1b[2J 7 pages")
 
-    scheduler = types.SimpleNamespace(has_requests=step)  # the first that vLLM's step asks
-    it = engine(scheduler=scheduler, structured_output_manager=types.SimpleNamespace(), output_thread=Thread())
-    with patched("engine-pulse", "request-steps"):
+    it = engine(step_fn=step, output_thread=Thread())
+    with patched("engine-pulse"):
         with pytest.raises(MemoryError):
-            core.EngineCore.step(it)
+            core.EngineCoreProc._process_engine_step(it)
         try:
             step()
         except MemoryError:

@@ -15,7 +15,6 @@ at an invalid index. If the input thread dies, the engine ends at once and logs 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from types import ModuleType
@@ -36,7 +35,6 @@ PASSES = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 _FAILURES = "_npu_gptoss_failures"  # of a StructuredOutputManager, which scheduler, core and grammars share
 _REASON = "_npu_gptoss_reason"  # of a Request that has been reported
-STEP_BEGAN = "_npu_gptoss_step_began"  # of an EngineCore: when its current step began, None between two steps
 _UNTOLD = "_npu_gptoss_untold"  # of an EngineCore in its client's process, without a queue: outputs to send
 
 
@@ -173,13 +171,9 @@ def install_steps(module: ModuleType) -> None:
     expect_source(core.__init__, "self.step_fn = (self.step if", "self.structured_output_manager =")
 
     def step(original: Original, self: Any) -> tuple[Any, bool]:
-        setattr(self, STEP_BEGAN, time.monotonic())  # the heartbeat reads it
-        try:
-            end_reported(self)
-            outputs, executed = original(self)
-            end_reported(self)
-        finally:
-            setattr(self, STEP_BEGAN, None)
+        end_reported(self)
+        outputs, executed = original(self)
+        end_reported(self)
         if untold := vars(self).pop(_UNTOLD, None):
             outputs = outputs or {}
             outputs.setdefault(0, module.EngineCoreOutputs()).outputs.extend(untold)

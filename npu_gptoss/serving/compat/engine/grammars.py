@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, failures_of, report, words
 from npu_gptoss.serving.compat.engine.masks import tokens_of
 from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair, replace, vllms_own
-from npu_gptoss.serving.compat.targets import RUNNER
+from npu_gptoss.serving.compat.targets import ALL, RUNNER
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ def install_guard(module: ModuleType) -> None:
 @repair(
     "grammar-backends",
     f"{MANAGER}.grammar_init .clear_backend",
-    releases="0.11 0.23 0.33",
+    releases=ALL,
     upstream="vllm issue 43920",
     until="vLLM keeps a backend for each grammar",
 )

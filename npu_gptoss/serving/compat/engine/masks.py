@@ -18,12 +18,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.compat.patch import Original, around, repair
+from npu_gptoss.serving.compat.targets import ALL
 
 if TYPE_CHECKING:
     import torch
 
 COMPILES = "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar"
-RELEASES = "0.11 0.23 0.33"
 # Characters that a free text may hold and a literal of a structural tag, such as a function's name, does not.
 FREE = ("é", "中")
 MOST = 8  # tokens of white space in a row; a line end with its indentation is one or two
@@ -118,7 +118,7 @@ def _single(tokenizer: Any, text: str) -> int | None:
 @repair(
     "control-tokens",
     COMPILES,
-    releases=RELEASES,
+    releases=ALL,
     upstream="mlc-ai/xgrammar issue 832",
     until="vLLM filters the control tokens of structural tags too",
 )
@@ -143,7 +143,7 @@ def install_control(module: ModuleType) -> None:
         return grammar
 
 
-@repair("white-space", COMPILES, releases=RELEASES, upstream="none", until="vLLM bounds the white space of JSON")
+@repair("white-space", COMPILES, releases=ALL, upstream="none", until="vLLM bounds the white space of JSON")
 def install_space(module: ModuleType) -> None:
     """A constrained answer may be white space until max_tokens."""
 

@@ -19,10 +19,11 @@ from typing import Any
 
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.refusal import Refusal
-from npu_gptoss.serving.compat.engine.failed_requests import STEP_BEGAN
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.targets import BOTH, CORE
+from npu_gptoss.serving.compat.targets import ALL, CORE
 
+UNTIL = "vLLM's /health asks its engine"
+STEP_BEGAN = "_npu_gptoss_step_began"  # of an EngineCore: when its current step began, None between two steps
 CALL = -2  # vLLM numbers its calls by time, all above 0; -1 is a notification of 0.23's data parallel engines
 INTERVAL = 1.0  # seconds between two messages
 SILENCE = 10.0  # seconds without a message after which an engine counts as hung
@@ -56,7 +57,7 @@ class Pulse:
         return ""
 
 
-@repair("engine-pulse-client", "vllm.v1.engine.core_client:MPClient.__init__", releases=BOTH, until="0.33")
+@repair("engine-pulse-client", "vllm.v1.engine.core_client:MPClient.__init__", releases=ALL, until=UNTIL)
 def install_client(core_client: ModuleType) -> None:
     """Same as engine-pulse, in the server's process."""
     client = core_client.MPClient
@@ -100,7 +101,7 @@ def _tell(engine: Any, cause: str = "") -> None:
 
 
 def _clients(engine: Any) -> int:
-    """Returns the number of API servers; 0.23 keeps only their addresses."""
+    """Returns the number of API servers; from 0.23 on only their addresses are kept."""
     return engine.client_count if hasattr(engine, "client_count") else len(engine.addresses.outputs)
 
 
@@ -113,14 +114,15 @@ def _beat(reference: Callable[[], Any]) -> None:
 
 @repair(
     "engine-pulse",
-    f"{CORE}:EngineCoreProc.process_output_sockets ._send_engine_dead",
-    releases=BOTH,
-    until="0.33",
+    f"{CORE}:EngineCoreProc.process_output_sockets ._process_engine_step ._send_engine_dead",
+    releases=ALL,
+    until=UNTIL,
 )
 def install_engine(core: ModuleType) -> None:
     """The server knows neither whether its engine answers nor why it died."""
     proc = core.EngineCoreProc
     expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
+    expect_source(proc._process_engine_step, "self.step_fn()")
     expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
 
     @around(proc, "process_output_sockets")
@@ -128,6 +130,14 @@ def install_engine(core: ModuleType) -> None:
         """Runs in the engine's output thread, from the end of the constructor on."""
         threading.Thread(target=_beat, args=(weakref.ref(self),), name="npu-gptoss pulse", daemon=True).start()
         original(self, *args, **kwargs)
+
+    @around(proc, "_process_engine_step")
+    def _process_engine_step(original: Original, self: Any) -> Any:
+        setattr(self, STEP_BEGAN, time.monotonic())
+        try:
+            return original(self)
+        finally:
+            setattr(self, STEP_BEGAN, None)
 
     @around(proc, "_send_engine_dead")
     def _send_engine_dead(original: Original, self: Any) -> None:

@@ -38,6 +38,7 @@ from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.server.shutdown import cause_of_death, engine_ended, is_final
+from npu_gptoss.serving.compat.targets import ALL
 
 WINDOW = 600.0  # seconds in which at most N restarts are tried
 LAST_WILL = 10.0  # seconds for the dead engine's processes to end by themselves
@@ -402,7 +403,7 @@ def objection(config: Any, addresses: Any) -> str:
 @repair(
     "engine-restart",
     "vllm.v1.engine.core_client:EngineCoreClient.make_async_mp_client",
-    releases="0.11 0.23 0.33",
+    releases=ALL,
     until="vLLM starts a dead engine anew and resumes its requests",
 )
 def install(module: ModuleType) -> None:

@@ -18,6 +18,7 @@ from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.start import ends
 from npu_gptoss.serving.compat.start.small_files import spell_overrides
+from npu_gptoss.serving.compat.targets import ALL
 from npu_gptoss.serving.releases import here
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name
 @repair(
     "checkpoint-check",
     "vllm.engine.arg_utils:EngineArgs.__post_init__ .create_engine_config",
-    releases="0.11 0.23 0.33",
+    releases=ALL,
     until="vLLM checks a checkpoint before it starts an engine, and asks plugins which model to use",
     essential=True,  # a rope section of --hf-overrides would lose rope_theta
 )

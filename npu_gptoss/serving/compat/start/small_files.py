@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.files import is_there, read_json
 from npu_gptoss.serving.compat.patch import Original, around, repair
+from npu_gptoss.serving.compat.targets import ALL
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from vllm.engine.arg_utils import EngineArgs
 
-ALL = "0.11 0.23 0.33"
 CONFIG = "transformers.configuration_utils:PretrainedConfig"
 SPELLED = "vLLM reads null sections, `torch.bfloat16` and FSDP's class in config.json"
 
