@@ -58,7 +58,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["cpu", pytest.param("emulated-9.1", marks=[pytest.mark.emulated, pytest.mark.long])])
+OTHERS = [
+    pytest.param("emulated-9.1", marks=[pytest.mark.emulated, pytest.mark.long]),
+    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.long]),
+]
+
+
+@pytest.fixture(params=["cpu", *OTHERS])
 def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Started]:
     server = Started(Stack(request.param), model, tmp_path / "log").start()
     try:

@@ -25,6 +25,7 @@ from fastapi import HTTPException
 from fastapi.testclient import TestClient
 from vllm.v1 import utils
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics import loggers
 
 from npu_gptoss.serving.compat.server import shutdown
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
@@ -285,3 +286,15 @@ def test_stream_cut_by_the_engines_end_is_no_bad_request(patched: Any) -> None:
             told = json.loads(OpenAIServing.create_streaming_error_response(serving, str(error)))["error"]
             assert (told["code"], told["message"]) == (503, str(error))
         assert OpenAIServing.create_error_response(serving, message="mine").error.code == 400
+
+
+def test_number_that_a_logger_rejects_does_not_end_the_output_task(patched):
+    def record(*_: Any, **__: Any) -> None:
+        raise ValueError("Counters can only be incremented by non-negative amounts.")
+
+    manager = object.__new__(loggers.StatLoggerManager)
+    manager.per_engine_logger_dict = {0: [types.SimpleNamespace(record=record)]}
+    manager.prometheus_logger = types.SimpleNamespace(record=record)
+    manager.stat_loggers = [types.SimpleNamespace(record=record)]  # 0.23 has this instead of both
+    with patched("statistics-errors"):
+        manager.record(None, None, engine_idx=0)

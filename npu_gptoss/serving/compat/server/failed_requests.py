@@ -19,7 +19,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, words
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import ASYNC, BOTH, LOGGERS
+from npu_gptoss.serving.compat.targets import ALL, ASYNC, BOTH, LOGGERS
 
 
 class RequestRefused(InputError):
@@ -135,7 +135,12 @@ def install_words(module: ModuleType) -> None:
     replace(module, "EngineGenerateError", EngineGenerateError)
 
 
-@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", releases=BOTH, until="0.33")
+@repair(
+    "statistics-errors",
+    f"{LOGGERS}:StatLoggerManager.record",
+    releases=ALL,
+    until="vLLM's output handler outlives its loggers",
+)
 def install_statistics(module: ModuleType) -> None:
     """If a statistics logger rejects a number of one request, the task that answers all requests ends."""
     manager = module.StatLoggerManager
