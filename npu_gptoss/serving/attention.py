@@ -138,8 +138,10 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
             "logits_soft_cap": (logits_soft_cap, None, 0),
             "attn_type": (attn_type, AttentionType.DECODER),
             "kv_sharing_target_layer_name": (kv_sharing_target_layer_name, None),
-            **{name: (value, "no such option") for name, value in unknown.items()},
         }
+        if unknown:
+            said = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
+            raise InputError(f"{owner}: gpt-oss attention does not know {said}", field=next(iter(unknown)))
         for name, (got, *expected) in known.items():
             if got not in expected:
                 said = f"{owner}: gpt-oss attention is causal, with one sink a head, and has {name}={expected[0]!r}"
