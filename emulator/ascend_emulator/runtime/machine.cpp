@@ -7,6 +7,7 @@
 #include <ctime>
 #include <fcntl.h>
 #include <unistd.h>
+#include <utility>
 
 #include "acl/acl.h"
 
@@ -19,9 +20,10 @@ bool ready(const Task &task) {
   return task.event->external ? task.event->set : task.event->completed >= task.ticket;
 }
 
-void execute_event(Task &task) {
+void execute_event(Task &task, const Stream *stream) {
   Event *event = task.event;
   if (task.kind == Kind::record) {
+    event->failure = stream->failure;
     event->set = true;
     event->nanoseconds = now();
     if (task.ticket > event->completed) event->completed = task.ticket;
@@ -89,7 +91,7 @@ bool replay(Lock &lock, Stream *stream, Task &task, int &code) {
     if (step.kind == Kind::wait) {
       if (!ready(step)) return false;
     } else if (step.kind == Kind::record || step.kind == Kind::reset) {
-      execute_event(step);
+      execute_event(step, stream);
     } else {
       code = execute(lock, step, lost(graph, task.position) ? -graph.id : graph.id, stream->id);
       if (code) break;
@@ -171,8 +173,10 @@ int pump(Lock &lock, Stream *mine) {
             break;
           }
         } else if (task.kind == Kind::record || task.kind == Kind::reset) {
-          execute_event(task);
-        } else if (task.kind != Kind::wait) {
+          execute_event(task, stream);
+        } else if (task.kind == Kind::wait) {
+          if (!stream->failure.code) stream->failure = task.event->failure;
+        } else {
           code = execute(lock, task, 0, stream->id);
         }
         stream->queue.pop_front();
@@ -180,7 +184,7 @@ int pump(Lock &lock, Stream *mine) {
         machine().steps++;
         progress = true;
         if (code && stream == mine && !result) result = code;
-        else if (code && !stream->error) stream->error = code;
+        else if (code && !stream->failure.code) stream->failure = {code, recent};
       }
       if (stream->queue.empty()) machine().pending.erase(stream);
     }
@@ -210,14 +214,17 @@ int drain(Lock &lock, Stream *stream) {
                              : " waits for an event which nobody records") + "; the real device hangs here [R86]");
     }
   }
-  int code = stream->error;
-  stream->error = 0;
-  return code;
+  return tell(std::exchange(stream->failure, {}));
 }
 
 int fail(int code, const std::string &text) {
   recent = "EE9999: " + std::to_string(code) + ": " + text;
   return code;
+}
+
+int tell(const Failure &failure) {
+  if (failure.code) recent = failure.text;
+  return failure.code;
 }
 
 int refuse(Lock &lock, std::shared_ptr<Capture> capture, int code, const std::string &text) {

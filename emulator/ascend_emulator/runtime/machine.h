@@ -49,12 +49,14 @@ struct Task {
   std::vector<uint64_t> calls;       // update: the new calls
 };
 
+struct Failure { int code = ok; std::string text; };
+
 struct Stream {
   int id = 0, device = 0;
   std::deque<Task> queue;
   bool running = false;              // a task of it is being executed by some thread
   std::thread::id launching;         // of the thread that runs an operator on it at once, for which it may allocate
-  int error = 0;                     // of a task that nobody was waiting for; reported by the next synchronisation
+  Failure failure;                   // of a task that nobody was waiting for; told by the next synchronisation
   std::shared_ptr<Capture> capture;
   Group *updating = nullptr;
   std::vector<uint64_t> update_calls;
@@ -66,6 +68,7 @@ struct Event {
   bool external = false, set = false;      // external events are flags: wait blocks until set, reset clears
   uint64_t issued = 0, completed = 0;      // others count recordings
   uint64_t nanoseconds = 0;
+  Failure failure;                         // of its stream before it was recorded last: told to all that wait for it
   std::shared_ptr<Capture> capture;        // the capture in which it was recorded last
   std::map<Stream *, uint64_t> clock;      // what it stands behind there
 };
@@ -127,6 +130,7 @@ bool started(const Event *event, uint64_t ticket);
 int pump(Lock &lock, Stream *mine);
 
 int fail(int code, const std::string &text);         // sets the recent error message and returns the code
+int tell(const Failure &failure);                    // likewise, in another thread than it happened in
 int refuse(Lock &lock, std::shared_ptr<Capture> capture, int code, const std::string &text);  // and breaks the capture
 extern thread_local int thread_mode;                 // relaxed: this thread may do what a capture forbids
 std::shared_ptr<Capture> forbidding_capture();       // one that forbids unsafe calls of this thread; needs the mutex

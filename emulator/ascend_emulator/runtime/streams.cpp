@@ -225,7 +225,7 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
   if (code) return code;
   if (auto capture = forbidding_capture()) return refuse(lock, capture, not_on_captured_stream, "an event synchronisation while a graph is being captured [R82]");
   Stream waiting;  // a queue of its own that holds nothing but the wait
-  if (event->completed >= event->issued) return ok;
+  if (event->completed >= event->issued) return tell(event->failure);
   Task task{Kind::wait};
   task.event = event, task.ticket = event->issued;
   waiting.queue.push_back(task);

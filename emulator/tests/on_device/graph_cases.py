@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -607,6 +608,24 @@ def case_R87_an_error_behind_a_wait_is_raised_by_the_next_synchronisation() -> N
     it.event.record(it.side)
     with refused("507015", "R87"):
         npu.synchronize()
+
+
+def case_R87_an_error_is_raised_by_a_thread_that_waits_for_another_streams_event() -> None:
+    """So vLLM's thread of results waits, before the replay has failed or afterwards."""
+    for first in (True, False):
+        it, copies, event = External(), npu.Stream(), npu.Event()
+        del it.x
+        it.graph.replay()
+        if first:
+            it.event.record(it.side)
+        copies.wait_stream(npu.current_stream())
+        event.record(copies)
+        if not first:
+            it.event.record(it.side)
+        with ThreadPoolExecutor(1) as thread, refused("507015", "R87"):
+            thread.submit(event.synchronize).result()
+        with refused("507015", "R87"):
+            npu.synchronize()
 
 
 def case_R88_later_releases_count_no_streams() -> None:

@@ -71,7 +71,6 @@ def test_an_a3_equals_transformers_in_float32(stack, mode, how, serve, expected)
     assert ("decode, FULL" in printed) == (mode == "full decode graphs" and (stack[0] == "9.1" or "DP" not in how))
 
 
-CARD = {f"ASCEND_EMULATOR_{name}": value for name, value in CARDS["A3"].variables.items() if name != "BUILD"}
 BOTH = pytest.mark.parametrize("stack", STACKS, indirect=True, scope="module")
 MANY = {"max_num_seqs": 64, "compilation_config": {"cudagraph_capture_sizes": [64, 1]}}
 
@@ -115,7 +114,9 @@ def test_rows_that_combine_leaves_unwritten_are_seen(stack, serve):
 
 
 @pytest.mark.long
-def test_vllm_ascend_built_for_an_a2_ends_at_its_start_on_an_a3(serve_9_1):
-    """As with the wheels of the package index, which vllm-ascend 0.23 compares with the card."""
-    said = refusal(serve_9_1, options=EAGER, variables=CARD)
+def test_vllm_ascend_built_for_an_a2_ends_at_its_start_on_an_a3(wide, tmp_path):
+    """As with the wheels of the package index, which vllm-ascend 0.23 compares with the card. A process knows its card
+    from its imports on."""
+    with importing(Machine("9.1", card="A3"), ASCEND_EMULATOR_BUILD=CARDS["910B3"].kind) as process:
+        said = refusal(asking(process, wide, tmp_path), options=EAGER)
     assert "AscendDeviceType.A3 does not match the installed version's device type: AscendDeviceType.A2" in said
