@@ -19,6 +19,7 @@ CORE = "vllm.v1.engine.core"
 RENDERER_0_23 = "vllm.entrypoints.serve.render.serving"
 RENDERER = "vllm.renderers.online_renderer"  # of 0.33; the two below are of 0.23 too
 LOGGERS = "vllm.v1.metrics.loggers"
+WORKERS = "vllm.v1.executor.multiproc_executor"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 RUNNER_0_33 = "vllm.v1.worker.gpu.model_runner"  # the V2 runner, as the next
 ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"

@@ -24,6 +24,7 @@ from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import SchedulingPolicy
 from vllm.v1.engine import EngineCoreRequestType, core
+from vllm.v1.executor import multiproc_executor
 
 from npu_gptoss.serving.compat.engine import failed_requests as barrier
 from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, run, sent
@@ -116,6 +117,22 @@ def test_preempted_prompt_log_probabilities_do_not_end_the_engine(engine, patche
     with patched(*BARRIER, "prompt-logprobs"):
         alone = [run(engine, one)[0] for one in many]
         assert served() == alone
+
+
+def test_results_that_cannot_be_read_are_no_silence(patched):
+    """A worker's thread reads them behind the device's work, whose errors show there."""
+
+    class Broken(multiproc_executor.AsyncModelRunnerOutput):
+        def get_output(self) -> Any:
+            raise RuntimeError("507015")
+
+    told: list[Any] = []
+    worker = SimpleNamespace(worker_response_mq=SimpleNamespace(enqueue=told.append))
+    with patched("step-results"):
+        multiproc_executor.WorkerProc.enqueue_output(worker, Broken())
+        multiproc_executor.WorkerProc.enqueue_output(worker, "as it was")
+    status = multiproc_executor.WorkerProc.ResponseStatus
+    assert told == [(status.FAILURE, "507015"), (status.SUCCESS, "as it was")]
 
 
 def with_priorities(engine: LLM, work: Callable[[], Any]) -> Any:

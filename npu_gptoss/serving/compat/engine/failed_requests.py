@@ -24,7 +24,7 @@ from npu_gptoss.errors import short
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.engine import request_checks as gate
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER
+from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER, WORKERS
 
 REFUSED = "The engine refused this request: "  # the client's mistake
 FAILED = "The engine ended this request: "  # an error on our side
@@ -181,6 +181,22 @@ def install_steps(module: ModuleType) -> None:
 
     for name in names:
         around(core, name)(step)
+
+
+@repair("step-results", f"{WORKERS}:WorkerProc.enqueue_output", releases=BOTH, until="0.33")
+def install_results(module: ModuleType) -> None:
+    """A device's error that shows when results are read is told five minutes later."""
+    expect_source(module.WorkerProc.enqueue_output, "output = output.get_output()", "isinstance(output, Exception)")
+
+    @around(module.WorkerProc, "enqueue_output")
+    def enqueue_output(original: Original, self: Any, output: Any) -> None:
+        if isinstance(output, module.AsyncModelRunnerOutput):
+            try:
+                output = output.get_output()
+            except Exception as error:
+                logger.exception("The results of a step could not be read, so the engine ends.")
+                output = error
+        original(self, output)
 
 
 @repair("prompt-logprobs", f"{SCHEDULER}:Scheduler.update_from_output", until="0.23")
