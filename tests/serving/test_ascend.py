@@ -127,12 +127,14 @@ def test_experts_that_ranks_do_not_share_evenly_are_refused(right_stack):
         assert against(configuration(**uneven | even)) == []
 
 
-def test_a_head_of_other_stages_or_another_rotary_table_is_refused(right_stack, monkeypatch):
-    """CANN's rotary operator keeps a process's first table [R75]; Triton-Ascend's kernel does not."""
+def test_drafts_in_a_pipeline_and_a_head_of_another_rotary_table_are_refused(right_stack, monkeypatch):
+    """vLLM 0.23 on two emulated stages answered wrongly with n-grams' drafts, or scheduled minus two tokens. CANN's
+    rotary operator keeps a process's first table [R75]; Triton-Ascend's kernel does not."""
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
     head, ngrams = ({"speculative_config": SimpleNamespace(method=method)} for method in ("eagle3", "ngram"))
-    assert against(configuration(pipeline_parallel_size=2, **head)) == ["--pipeline-parallel-size 2"]
-    assert against(configuration(**head)) == against(configuration(pipeline_parallel_size=2, **ngrams)) == []
+    for drafter in (head, ngrams):
+        assert against(configuration(pipeline_parallel_size=2, **drafter)) == ["--pipeline-parallel-size 2"]
+        assert against(configuration(**drafter)) == []
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
     assert against(configuration(**head)) == ["--speculative-config with eagle3"]
     assert against(configuration(**ngrams)) == []

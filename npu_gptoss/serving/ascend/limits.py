@@ -226,9 +226,11 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     remedy = "use as many ranks, or leave it out"
     yield wrong, Refusal("--enable-expert-parallel", f"on {ranks} ranks", why, remedy)
     stages, drafter = parallel.pipeline_parallel_size, config.speculative_config
-    why = "vllm-ascend has an EAGLE3 head on the last stage, and it reads layers of other stages, too"
+    # a request whose drafts are being checked has fewer tokens left than none, and vLLM 0.23 schedules as many
+    why = "with drafts vLLM plans a request's next step before the last stage has checked them: wrong answers, or none"
+    wrong = drafter is not None and stages > 1
+    yield wrong, Refusal("--pipeline-parallel-size", stages, why, "leave out it or --speculative-config")
     head = drafter is not None and drafter.method == "eagle3"
-    yield head and stages > 1, Refusal("--pipeline-parallel-size", stages, why, "leave out it or --speculative-config")
     why = "a head's rotary table is not the model's, and CANN's rotary operator keeps the first table of a process"
     remedy = "install triton-ascend, which has a kernel for it (emulated: `--triton .venv-ascend-compiler`)"
     yield head and not HAS_TRITON, Refusal("--speculative-config", "with eagle3", why, remedy)
