@@ -134,6 +134,15 @@ def refusing(number: int) -> Callable[[Function], Function]:
     return make
 
 
+def second_rank_fails(right: Function) -> Function:
+    def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
+        if self.rank == 1 and scheduler_output.scheduled_cached_reqs.req_ids:
+            raise RuntimeError("507015: the second card")
+        return right(self, scheduler_output, *more, **named)
+
+    return execute_model
+
+
 def returning(value: Any) -> Callable[[Function], Function]:
     return lambda right: lambda *_, **__: value
 
@@ -257,6 +266,8 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "combine_not_zeroed": [
         ("npu_gptoss.serving.releases.ascend_0_23", "written", lambda right: lambda rows, mask: rows)
     ],
+    # from the first decode step on; the first rank, which answers for both, waits for the second in a collective
+    "second_rank_fails": [("vllm_ascend.worker.worker:NPUWorker", "execute_model", second_rank_fails)],
     # No mistakes: of drafts none is right, all are, or all but each step's last
     "drafts_none": drafting(lambda follow, count: []),
     "drafts_random": drafting(lambda follow, count: random.choices(range(96), k=count)),

@@ -84,3 +84,12 @@ def test_tokens_sent_all_to_all_equal_transformers_in_float32(how, serve, expect
     rounds = [turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
     results, _ = serve(rounds, options={**EAGER, **PARALLEL[how]}, spoil="by_all_to_all")
     assert right(rounds, results, expected) == [True, True]
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_alone_ends_the_engine_at_once(serve_9_1):
+    """vLLM waits five minutes for the first rank, and then does not know why."""
+    results, printed = serve_9_1([turn((5,))], options={**EAGER, **PARALLEL["TP=2"]}, spoil="second_rank_fails")
+    assert isinstance(results[0], str)
+    assert "507015: the second card" in printed
+    assert "timed out" not in results[0] + printed

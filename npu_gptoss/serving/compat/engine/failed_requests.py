@@ -15,7 +15,10 @@ at an invalid index. If the input thread dies, the engine ends at once and logs 
 
 from __future__ import annotations
 
+import functools
+import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -197,6 +200,47 @@ def install_results(module: ModuleType) -> None:
                 logger.exception("The results of a step could not be read, so the engine ends.")
                 output = error
         original(self, output)
+
+
+@repair(
+    "step-errors",
+    f"{WORKERS}:WorkerProc.worker_busy_loop",
+    releases=f"{BOTH} 0.33",
+    upstream="vllm issue 23985",
+    until="vLLM hears it",
+)
+def install_errors(module: ModuleType) -> None:
+    """A worker that fails alone is not heard."""
+    process, read = module.WorkerProc, "method, args, kwargs, output_rank ="
+    expect_source(getattr(process, "_execute_worker_rpc", process.worker_busy_loop), read, "self.rank == output_rank")
+
+    @around(process, "worker_busy_loop")
+    def worker_busy_loop(original: Original, self: Any, *arguments: Any, **keywords: Any) -> None:
+        receive, answers = self.rpc_broadcast_mq.dequeue, [None]
+
+        def dequeue(*asked: Any, **how: Any) -> Any:
+            request = receive(*asked, **how)
+            answers[0] = request[3]
+            return request
+
+        def heard(step: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(step)  # vLLM 0.11 asks for its name
+            def run(*asked: Any, **how: Any) -> Any:
+                try:
+                    return step(*asked, **how)
+                except Exception:
+                    if answers[0] in (None, self.rank):
+                        raise
+                    logger.exception("A worker failed a step that another answers, so it ends, and the engine with it.")
+                    os._exit(1)  # its neighbours may wait for it within a collective, and no way out may wait for them
+
+            return run
+
+        self.rpc_broadcast_mq.dequeue = dequeue
+        for name in ("execute_model", "sample_tokens"):
+            if hasattr(self.worker, name):
+                setattr(self.worker, name, heard(getattr(self.worker, name)))
+        original(self, *arguments, **keywords)
 
 
 @repair("prompt-logprobs", f"{SCHEDULER}:Scheduler.update_from_output", until="0.23")
