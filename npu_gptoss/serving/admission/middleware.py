@@ -79,7 +79,7 @@ class AdmissionMiddleware:
         again = replayed({"type": "http.request", "body": raw, "more_body": False}, receive)
         self.server.check_route(route)
         if not raw or not _is_json(headers):
-            return await self.app(scope, again, send)
+            return await self._watched(scope, again, send)
         limits = await self.server.limits()
         fields.check_headers(headers, limits)
         check = functools.partial(_checked, route, raw, limits)
@@ -111,7 +111,7 @@ class AdmissionMiddleware:
         return Refusal(said, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the request. If vLLM fails while parsing it, the client gets a refusal."""
+        """Runs the request. If vLLM fails while parsing it, or in a call of the engine, the client gets a refusal."""
         begun = False
 
         async def noticed(message: Message) -> None:
@@ -127,7 +127,7 @@ class AdmissionMiddleware:
             refusal = None if begun else self.server.blame(error)
             if refusal is None:
                 raise
-            logger.info("npu-gptoss refuses a request that vLLM could not read: %s", type(error).__name__)
+            logger.info("npu-gptoss refuses a request that vLLM failed at: %s", type(error).__name__)
             raise refusal from None
 
 

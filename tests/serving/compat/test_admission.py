@@ -113,6 +113,15 @@ def test_missing_package_of_the_server_does_not_blame_the_client(first: str, of_
     assert (VllmServer(None, False).blame(raised.value) is not None) is of_the_client
 
 
+@pytest.mark.parametrize(("said", "told"), [("Call to collective_rpc method failed: loaded once", True), ("x", False)])
+def test_operator_is_not_told_why_the_engine_refuses_a_call(said: str, told: bool) -> None:
+    """Weights cannot be loaded twice on 0.11: "Internal Server Error" was all that the client got."""
+    refusal = VllmServer(None, False).blame(Exception(said))
+    assert (refusal is not None) is told
+    if told:
+        assert (refusal.status, refusal.message) == (500, said)
+
+
 def test_misread_field_gets_one_short_sentence(patched: Any) -> None:
     """pydantic repeats the whole body in each of its errors."""
     body = {"model": MODEL, "messages": [{"role": {"\x1b[2J": 5}, "content": "x" * 10_000}]}
