@@ -288,6 +288,18 @@ def test_stream_cut_by_the_engines_end_is_no_bad_request(patched: Any) -> None:
         assert OpenAIServing.create_error_response(serving, message="mine").error.code == 400
 
 
+@not_0_11
+def test_stream_cut_by_the_engines_end_is_a_503(patched: Any) -> None:
+    if LINE == "0.33":
+        from vllm.entrypoints.generate.base.serving import GenerateBaseServing as Serving
+    else:
+        from vllm.entrypoints.openai.engine.serving import OpenAIServing as Serving
+    with patched("stream-ends"):
+        for error in (stopping_error()(), EngineDeadError()):
+            told = json.loads(Serving.create_streaming_error_response(None, error))["error"]
+            assert (told["code"], told["message"]) == (503, str(error))
+
+
 def test_number_that_a_logger_rejects_does_not_end_the_output_task(patched):
     def record(*_: Any, **__: Any) -> None:
         raise ValueError("Counters can only be incremented by non-negative amounts.")

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.harmony.encoding import ContextError, check_length
-from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
+from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair
 from npu_gptoss.serving.compat.server.shutdown import engine_ended, is_final, stopping_error
-from npu_gptoss.serving.compat.targets import ENGINE
+from npu_gptoss.serving.compat.targets import ENGINE, SERVING, SERVING_0_23
 
+STREAM_ERROR = "create_streaming_error_response"
 BEGINNING = "This model's maximum context length is "
 # the message of 0.23 and 0.33
 TOO_LONG = re.compile(r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.")
@@ -43,6 +45,21 @@ def install_words(serving_engine: ModuleType) -> None:
             limit = self.model_config.max_model_len
             message = _words(int(found[2]), limit, limit - int(found[1]))
         return _refusal(message) or _ended(message) or original(self, message, *args, **kwargs)
+
+
+@repair("stream-ends", f"{SERVING_0_23}:OpenAIServing.{STREAM_ERROR}", releases="0.23", until="vLLM answers 503")
+@repair("stream-ends", f"{SERVING}:GenerateBaseServing.{STREAM_ERROR}", releases="0.33", until="vLLM answers 503")
+def install_stream(module: ModuleType) -> None:
+    """A stream that the engine's end cut reports 500, not 503."""
+
+    @around(getattr(module, either(module, "OpenAIServing", "GenerateBaseServing")), STREAM_ERROR)
+    def create_streaming_error_response(original: Original, self: Any, message: Any, *args: Any, **named: Any) -> str:
+        from npu_gptoss.serving.openai.errors import failure
+
+        ended = next((each for each in (message, getattr(message, "__cause__", None)) if is_final(each)), None)
+        if ended is None:
+            return original(self, message, *args, **named)
+        return json.dumps(failure(ended).model_dump())
 
 
 Handler = Callable[[Any, Any], Any]
