@@ -27,7 +27,7 @@ from npu_gptoss.errors import short
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.engine import request_checks as gate
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER, WORKERS
+from npu_gptoss.serving.compat.targets import ALL, BOTH, CORE, SCHEDULER, WORKERS
 
 REFUSED = "The engine refused this request: "  # the client's mistake
 FAILED = "The engine ended this request: "  # an error on our side
@@ -205,7 +205,7 @@ def install_results(module: ModuleType) -> None:
 @repair(
     "step-errors",
     f"{WORKERS}:WorkerProc.worker_busy_loop",
-    releases=f"{BOTH} 0.33",
+    releases=ALL,
     upstream="vllm issue 23985",
     until="vLLM hears it",
 )
