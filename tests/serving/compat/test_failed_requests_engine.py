@@ -5,8 +5,6 @@ The engine is in `in_process.py`.
 
 from __future__ import annotations
 
-import functools
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -26,7 +24,6 @@ from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import SchedulingPolicy
 from vllm.v1.engine import EngineCoreRequestType, core
-from vllm.v1.executor import multiproc_executor
 
 from npu_gptoss.serving.compat.engine import failed_requests as barrier
 from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, run, sent
@@ -119,48 +116,6 @@ def test_preempted_prompt_log_probabilities_do_not_end_the_engine(engine, patche
     with patched(*BARRIER, "prompt-logprobs"):
         alone = [run(engine, one)[0] for one in many]
         assert served() == alone
-
-
-def test_results_that_cannot_be_read_are_no_silence(patched):
-    """A worker's thread reads them behind the device's work, whose errors show there."""
-
-    class Broken(multiproc_executor.AsyncModelRunnerOutput):
-        def get_output(self) -> Any:
-            raise RuntimeError("507015")
-
-    told: list[Any] = []
-    worker = SimpleNamespace(worker_response_mq=SimpleNamespace(enqueue=told.append))
-    with patched("step-results"):
-        multiproc_executor.WorkerProc.enqueue_output(worker, Broken())
-        multiproc_executor.WorkerProc.enqueue_output(worker, "as it was")
-    status = multiproc_executor.WorkerProc.ResponseStatus
-    assert told == [(status.FAILURE, "507015"), (status.SUCCESS, "as it was")]
-
-
-@pytest.mark.parametrize(("answers", "status"), [(0, 1), (1, 3), (None, 3)])
-def test_a_failed_step_that_another_worker_answers_ends_its_worker(answers, status, patched):
-    """Else the engine waits for one that waits within a collective. Status 3 is the end of this loop."""
-
-    class Worker:
-        def execute_model(self) -> Any:
-            raise RuntimeError("507015")
-
-    told: list[Any] = []
-    requests = iter([("execute_model", (), {}, answers)])
-    process = SimpleNamespace(worker=Worker(), rank=1, handle_output=told.append, mm_receiver_cache=None)
-    process.rpc_broadcast_mq = SimpleNamespace(dequeue=lambda **_: next(requests))
-    if found := getattr(multiproc_executor.WorkerProc, "_execute_worker_rpc", None):  # 0.33
-        process._execute_worker_rpc = functools.partial(found, process)
-    with patched("step-errors"):
-        child = os.fork()
-        if child == 0:
-            try:
-                multiproc_executor.WorkerProc.worker_busy_loop(process)
-            except StopIteration:
-                os._exit(3 if len(told) == (answers != 0) else 4)
-            finally:
-                os._exit(5)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 
 
 def with_priorities(engine: LLM, work: Callable[[], Any]) -> Any:

@@ -19,7 +19,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, words
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import ALL, ASYNC, BOTH, LOGGERS
+from npu_gptoss.serving.compat.targets import ASYNC, BOTH
 
 
 class RequestRefused(InputError):
@@ -133,21 +133,3 @@ def install_words(module: ModuleType) -> None:
             return super().__str__() or words(self.__cause__ or self)
 
     replace(module, "EngineGenerateError", EngineGenerateError)
-
-
-@repair(
-    "statistics-errors",
-    f"{LOGGERS}:StatLoggerManager.record",
-    releases=ALL,
-    until="vLLM's output handler outlives its loggers",
-)
-def install_statistics(module: ModuleType) -> None:
-    """If a statistics logger rejects a number of one request, the task that answers all requests ends."""
-    manager = module.StatLoggerManager
-
-    @around(manager, "record")
-    def record(original: Original, self: Any, *arguments: Any, **keywords: Any) -> None:
-        try:
-            original(self, *arguments, **keywords)
-        except Exception:
-            logger.exception("The statistics of a step are lost.")

@@ -1,4 +1,4 @@
-"""Reports a step's mode, padding and kernels at /metrics, for gpt-oss only. See `serving/steps.py`."""
+"""Reports a step's mode, padding and kernels at /metrics (`serving/steps.py`); a logger that fails ends nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from npu_gptoss import envs
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving import steps
+from npu_gptoss.serving import logger, steps
 from npu_gptoss.serving.compat.patch import Mismatch, Original, around, either, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, LOGGERS, RUNNER, RUNNER_0_33
+from npu_gptoss.serving.compat.targets import ALL, ASCEND_RUNNER, LOGGERS, RUNNER, RUNNER_0_33
 
 RECEIVER = "stat-logger"  # the repair that takes the steps out of the statistics again
 OBSERVER = "_npu_gptoss_observer"
@@ -93,3 +93,21 @@ def _selected_kernels() -> steps.Kernels:
     from npu_gptoss.kernels import selected_kernels
 
     return selected_kernels()
+
+
+@repair(
+    "statistics-errors",
+    f"{LOGGERS}:StatLoggerManager.record",
+    releases=ALL,
+    until="vLLM's output handler outlives its loggers",
+)
+def install_statistics(module: ModuleType) -> None:
+    """If a statistics logger rejects a number of one request, the task that answers all requests ends."""
+    manager = module.StatLoggerManager
+
+    @around(manager, "record")
+    def record(original: Original, self: Any, *arguments: Any, **keywords: Any) -> None:
+        try:
+            original(self, *arguments, **keywords)
+        except Exception:
+            logger.exception("The statistics of a step are lost.")
