@@ -433,7 +433,7 @@ class Answer(sample.Answer):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if stopped is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
-        # Anthropic has no name for an engine's other reasons ("abort"), which cut an answer off, too
+        # Anthropic has no name for an engine's other reasons ("repetition"), which cut an answer off, too
         return {"stop_reason": "end_turn" if sample.finish == "stop" else "max_tokens", "stop_sequence": None}
 
     def take(self, step: Step) -> None:

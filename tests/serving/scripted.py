@@ -6,8 +6,8 @@ Without a rule that fits, it writes the last message of the prompt as harmony, c
 is no conversation unchanged. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first that is
 found in the prompt applies. In the model's text, `SAMPLING` stands for the request that the engine got, as JSON, at
 `ERROR` the engine ends the request with an error, at `PAUSES` as an operator's pause does, at `WAITS` it says no more,
-and at each `DIES` it dies, once. `--engine`: instead of a script the
-offline engine computes the model's text (computed.py).
+and at each `DIES` it dies, once. `--engine`: instead of a script the offline engine computes the model's text
+(computed.py).
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_experts_that_ranks_do_not_share_evenly_are_refused(right_stack):
         assert against(configuration(**uneven | even)) == []
 
 
-def test_drafts_in_a_pipeline_and_a_head_of_another_rotary_table_are_refused(right_stack, monkeypatch):
+def test_drafts_in_a_pipeline_or_another_rotary_table_are_refused(right_stack, monkeypatch):
     """vLLM 0.23 on two emulated stages answered wrongly with n-grams' drafts, or scheduled minus two tokens. CANN's
     rotary operator keeps a process's first table [R75]; Triton-Ascend's kernel does not."""
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
