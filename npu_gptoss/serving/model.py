@@ -188,6 +188,9 @@ class GptOssModel(nn.Module):
             lambda prefix: DecoderLayer(config, vllm_config, packed, prefix),
             prefix=f"{prefix}.layers",
         )
+        if self.layers[self.start_layer].self_attn.rotates:
+            # vLLM's hash of it names the compiled graphs in its cache: this one must not be taken for the other
+            vllm_config.additional_config = {**(vllm_config.additional_config or {}), "npu_gptoss_rotates": True}
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if stage.is_last_rank else PPMissingLayer()
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             ["hidden_states", "residual"], config.hidden_size
