@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_gptoss.serving import compat
 from npu_gptoss.serving.ascend import captured, full_graph
@@ -62,6 +63,10 @@ def stand_in(update: str = "update_attn_params") -> SimpleNamespace:
         def load_model(self) -> None:
             self.model = ACLGraphWrapper(self.model)
 
+        def _dummy_sampler_run(self, hidden_states: Any) -> Any:
+            hidden_states = hidden_states[: self.max_num_reqs]
+            return self.model.compute_logits(hidden_states)
+
         def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
             batch_descriptor = scheduler_output
             self.aclgraph_dispatcher.dispatch(batch_descriptor)
@@ -97,6 +102,36 @@ def test_other_models_keep_their_mask() -> None:
     asked = {"seq_lens": [3], "position": [0, 1, 2], "attn_state": "prefill"}
     assert runner_of(module, "qwen3")._make_attention_mask(**asked) == asked
     assert runner_of(module, "gpt_oss")._make_attention_mask(**asked) is None
+
+
+class Taken(TorchDispatchMode):
+    """Counts the bytes of new tensors."""
+
+    bytes_ = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.bytes_ += made.nbytes
+        return made
+
+
+def test_the_kv_cache_leaves_room_to_sample_a_full_batch_with_drafts() -> None:
+    """vllm-ascend takes the memory of the logits for that of sampling: on an emulated card 16 requests ended it."""
+    module, taken = stand_in(), {}
+    ascend.install_sampler_memory(module)
+    for model_type, drafts in (("qwen3", 3), ("gpt_oss", 0), ("gpt_oss", 3)):
+        runner = runner_of(module, model_type)
+        runner.max_num_reqs, runner.model = 16, SimpleNamespace(compute_logits=lambda states: states)
+        runner.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+        )
+        logits = torch.empty(16, 1000, device="meta")
+        with Taken() as count:
+            assert len(runner._dummy_sampler_run(logits)) == 16
+        taken[model_type, drafts] = count.bytes_ / logits.nbytes - 1
+    assert taken["qwen3", 3] == 0
+    assert taken["gpt_oss", 0] >= 11, "what 16 requests with a top_p took, emulated"
+    assert taken["gpt_oss", 3] >= taken["gpt_oss", 0] + 9, "and three drafts of each"
 
 
 def test_steps_of_other_models_are_not_observed() -> None:

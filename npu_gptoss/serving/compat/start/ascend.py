@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat.patch import Original, around, either, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASCEND_RUNNER
+
+if TYPE_CHECKING:
+    import torch
 
 
 @repair(
@@ -70,3 +73,31 @@ def install_full_graph(module: ModuleType) -> None:
         full_graph.prepare(vllm_config, device)
         original(self, vllm_config, device)
         full_graph.guard(self)
+
+
+# rows of float32 logits that sampling holds at its peak, of a request and of a draft: measured, emulated
+OF_A_REQUEST, OF_A_DRAFT = 12, 4
+
+
+@repair(
+    "ascend-sampler-memory",
+    f"{ASCEND_RUNNER}:NPUModelRunner._dummy_sampler_run",
+    releases="0.23",
+    until="vllm-ascend counts it",
+)
+def install_sampler_memory(module: ModuleType) -> None:
+    """vllm-ascend leaves sampling out of the memory that it counts: the KV cache gets it, and a full batch with drafts
+    ends the engine."""
+    runner = module.NPUModelRunner
+    expect_source(runner._dummy_sampler_run, "self.max_num_reqs", "self.model.compute_logits(hidden_states)")
+
+    @around(runner, "_dummy_sampler_run")
+    def _dummy_sampler_run(original: Original, self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        logits = original(self, hidden_states)
+        if self.model_config.hf_config.model_type == MODEL_TYPE:
+            drafts = getattr(self.vllm_config.speculative_config, "num_speculative_tokens", 0)
+            rows = self.max_num_reqs * (OF_A_REQUEST + OF_A_DRAFT * drafts)
+            torch.empty(rows, logits.shape[-1], dtype=torch.float32, device=logits.device)  # vLLM reads the peak
+        return logits
