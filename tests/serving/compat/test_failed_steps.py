@@ -35,17 +35,19 @@ def test_results_that_cannot_be_read_are_no_silence(patched):
     assert told == [(status.FAILURE, "507015"), (status.SUCCESS, "as it was")]
 
 
+@pytest.mark.parametrize("method", ["execute_model", "execute_dummy_batch"])  # a rank of several without requests
 @pytest.mark.parametrize(("answers", "status"), [(0, 1), (1, 3), (None, 3)])
-def test_a_failed_step_that_another_worker_answers_ends_its_worker(answers, status, patched):
+def test_a_failed_step_that_another_worker_answers_ends_its_worker(answers, status, method, patched):
     """Else the engine waits for one that waits within a collective. Status 3 is the end of this loop."""
 
-    class Worker:
-        def execute_model(self) -> Any:
-            raise RuntimeError("507015")
+    def fails() -> Any:
+        raise RuntimeError("507015")
 
     told: list[Any] = []
-    requests = iter([("execute_model", (), {}, answers)])
-    process = SimpleNamespace(worker=Worker(), rank=1, handle_output=told.append, mm_receiver_cache=None)
+    requests = iter([(method, (), {}, answers)])
+    process = SimpleNamespace(
+        worker=SimpleNamespace(**{method: fails}), rank=1, handle_output=told.append, mm_receiver_cache=None
+    )
     process.rpc_broadcast_mq = SimpleNamespace(dequeue=lambda **_: next(requests))
     if found := getattr(multiproc_executor.WorkerProc, "_execute_worker_rpc", None):  # 0.33
         process._execute_worker_rpc = functools.partial(found, process)

@@ -115,6 +115,26 @@ def test_heartbeat_carries_the_age_of_a_step_and_the_cause_of_death(patched: Any
     assert heart.cause == "MemoryError: no room for\x1b[2J 7 pages"
 
 
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [((-9, 1), "two ended with exit status 1"), ((-15, -11), "two was ended by SIGSEGV"), ((0, -9), "memory runs out")],
+)
+def test_a_lost_worker_is_the_cause_of_death_not_cancelled(patched: Any, codes: Any, words: str) -> None:
+    """vLLM ends the other workers, and the engine's own error says `cancelled`."""
+    heart = pulse.Pulse(calls := {})
+    ended = [types.SimpleNamespace(name=name, exitcode=code) for name, code in zip(("one", "two"), codes, strict=True)]
+    workers = [types.SimpleNamespace(proc=process) for process in ended]
+    it = engine(model_executor=types.SimpleNamespace(is_failed=True, workers=workers))
+    it.output_thread = types.SimpleNamespace(join=lambda timeout: None, is_alive=lambda: False)
+    with patched("engine-pulse"):
+        try:
+            raise RuntimeError("cancelled")
+        except RuntimeError:
+            core.EngineCoreProc._send_engine_dead(it)
+    delivered(it, calls)
+    assert words in heart.cause
+
+
 def test_health_fails_for_an_engine_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(pulse, "GRACE", 0.3)
     monkeypatch.setattr(pulse, "SILENCE", 0.1)

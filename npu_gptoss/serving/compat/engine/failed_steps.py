@@ -68,7 +68,7 @@ def install_errors(module: ModuleType) -> None:
             return run
 
         self.rpc_broadcast_mq.dequeue = dequeue
-        for name in ("execute_model", "sample_tokens"):
+        for name in ("execute_model", "sample_tokens", "execute_dummy_batch"):
             if hasattr(self.worker, name):
                 setattr(self.worker, name, heard(getattr(self.worker, name)))
         original(self, *arguments, **keywords)

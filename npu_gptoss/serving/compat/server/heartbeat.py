@@ -8,11 +8,12 @@ channel and without a question, so that `/health` answers at once however busy t
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from types import ModuleType
 from typing import Any
@@ -105,6 +106,28 @@ def _clients(engine: Any) -> int:
     return engine.client_count if hasattr(engine, "client_count") else len(engine.addresses.outputs)
 
 
+def how_ended(processes: Iterable[Any]) -> str:
+    """Returns in words how the first of them ended that did not end well; empty if all did."""
+    stops = (-signal.SIGTERM, -signal.SIGKILL)  # with these vLLM ends a dead worker's neighbours
+    ended = (process for process in processes if process.exitcode)
+    process = min(ended, key=lambda process: process.exitcode in stops, default=None)
+    if process is None:
+        return ""
+    if process.exitcode > 0:
+        return f"its process {process.name} ended with exit status {process.exitcode}"
+    number = signal.Signals(-process.exitcode)
+    killed = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+    return f"its process {process.name} was ended by {number.name}{killed}"
+
+
+def _lost(executor: Any) -> str:
+    """Returns which worker's end has ended the engine, in words: the engine's error is `cancelled` then."""
+    if not getattr(executor, "is_failed", False):
+        return ""
+    words = how_ended(worker.proc for worker in executor.workers)
+    return words and f"{words}; its last log lines say why"
+
+
 def _beat(reference: Callable[[], Any]) -> None:
     while (engine := reference()) is not None and engine.output_thread.is_alive():
         _tell(engine)
@@ -142,5 +165,6 @@ def install_engine(core: ModuleType) -> None:
     @around(proc, "_send_engine_dead")
     def _send_engine_dead(original: Original, self: Any) -> None:
         error = sys.exc_info()[1]
-        _tell(self, "" if error is None else f"{type(error).__name__}: {error}"[:1000])
+        words = "" if error is None else f"{type(error).__name__}: {error}"[:1000]
+        _tell(self, _lost(getattr(self, "model_executor", None)) or words)
         original(self)

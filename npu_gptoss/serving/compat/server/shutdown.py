@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss import envs
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.server.heartbeat import how_ended
 from npu_gptoss.serving.compat.targets import APP_ENTRY, BOTH, LAUNCHER, NEWER, SERVERS
 
 if TYPE_CHECKING:
@@ -167,14 +168,8 @@ def cause_of_death(core: Any) -> str:
     pulse = getattr(core, "npu_gptoss_pulse", None)
     if pulse is not None and pulse.cause:
         return pulse.cause
-    for process in getattr(core.resources.engine_manager, "processes", ()):
-        code = process.exitcode
-        if code is not None and code < 0:
-            killed = " (the kernel does that when memory runs out)" if -code == signal.SIGKILL else ""
-            return f"its process {process.name} was ended by {signal.Signals(-code).name}{killed}"
-        if code:
-            return f"its process {process.name} ended with exit status {code}"
-    return "the cause is unknown; read its last log lines above"
+    words = how_ended(getattr(core.resources.engine_manager, "processes", ()))
+    return words or "the cause is unknown; read its last log lines above"
 
 
 async def _died(engine: Any) -> None:
