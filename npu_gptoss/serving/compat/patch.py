@@ -210,13 +210,14 @@ class _ImportHook(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader.exec_module = functools.partial(self._execute, spec.loader)
+                    run = spec.loader.exec_module  # perhaps that of another hook
+                    spec.loader.exec_module = functools.partial(self._execute, spec.loader, run)
                 return spec
         return None
 
-    def _execute(self, loader: importlib.abc.Loader, module: ModuleType) -> None:
+    def _execute(self, loader: importlib.abc.Loader, run: Callable[[ModuleType], None], module: ModuleType) -> None:
         del loader.exec_module  # restores the loader's own method, for inspect, pickle and reload
-        loader.exec_module(module)
+        run(module)
         for call in self.waiting.pop(module.__name__, ()):
             call(module)
 

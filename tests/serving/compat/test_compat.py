@@ -168,6 +168,25 @@ def test_import_hook_calls_once_and_keeps_the_loader(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "a_module_to_hook")
 
 
+def test_import_hook_leaves_another_hook_its_turn(tmp_path, monkeypatch):
+    (tmp_path / "a_module_of_two_hooks.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    calls = []
+
+    class Other(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), calls.append("other"))
+            return spec
+
+    machinery.when_imported("a_module_of_two_hooks", lambda module: calls.append("ours"))
+    monkeypatch.setattr(sys, "meta_path", [machinery._hook, Other(), *sys.meta_path])
+    importlib.import_module("a_module_of_two_hooks")
+    monkeypatch.delitem(sys.modules, "a_module_of_two_hooks")
+    assert calls == ["other", "ours"]
+
+
 @pytest.mark.parametrize("essential", [True, False])
 def test_only_essential_patches_are_required(monkeypatch, essential):
     patch = next(patch for patch in compat.patches() if patch.essential is essential)
