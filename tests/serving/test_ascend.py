@@ -131,6 +131,7 @@ def test_drafts_in_a_pipeline_or_another_rotary_table_are_refused(right_stack, m
     """vLLM 0.23 on two emulated stages answered wrongly with n-grams' drafts, or scheduled minus two tokens. CANN's
     rotary operator keeps a process's first table [R75]; Triton-Ascend's kernel does not."""
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    monkeypatch.setattr("npu_gptoss.serving.releases.vllm.DRAFTERS", ("ngram", "eagle3"))
     head, ngrams = ({"speculative_config": SimpleNamespace(method=method)} for method in ("eagle3", "ngram"))
     for drafter in (head, ngrams):
         assert against(configuration(pipeline_parallel_size=2, **drafter)) == ["--pipeline-parallel-size 2"]
@@ -138,6 +139,13 @@ def test_drafts_in_a_pipeline_or_another_rotary_table_are_refused(right_stack, m
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
     assert against(configuration(**head)) == ["--speculative-config with eagle3"]
     assert against(configuration(**ngrams)) == []
+
+
+def test_a_drafter_that_no_device_has_is_refused_once(right_stack, monkeypatch):
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+    monkeypatch.setattr("npu_gptoss.serving.releases.vllm.DRAFTERS", ())
+    drafter = {"speculative_config": SimpleNamespace(method="eagle3")}
+    assert against(configuration(pipeline_parallel_size=2, **drafter)) == []
 
 
 @pytest.mark.parametrize("spelling", ["vllm-ascend", "vllm_ascend"])

@@ -201,7 +201,7 @@ def _kernel_checks(graphs: bool) -> Iterator[tuple[bool, Refusal]]:
 def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     """Yields each refusal, with True if this configuration or machine asks for it."""
     from npu_gptoss.serving.releases.ascend import REPLAYS_IN_ORDER
-    from npu_gptoss.serving.releases.vllm import HAS_TRITON, sequence_parallelism
+    from npu_gptoss.serving.releases.vllm import DRAFTERS, HAS_TRITON, sequence_parallelism
 
     for found in (version_objection(installed()), cann_objection(), operator_objection(), triton_objection()):
         if found:
@@ -228,9 +228,10 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     stages, drafter = parallel.pipeline_parallel_size, config.speculative_config
     # a request whose drafts are being checked has fewer tokens left than none, and vLLM 0.23 schedules as many
     why = "with drafts vLLM plans a request's next step before the last stage has checked them: wrong answers, or none"
-    wrong = drafter is not None and stages > 1
-    yield wrong, Refusal("--pipeline-parallel-size", stages, why, "leave out it or --speculative-config")
-    head = drafter is not None and drafter.method == "eagle3"
+    drafts = drafter is not None and drafter.method in DRAFTERS  # others are refused on every device
+    remedy = "leave out this or --speculative-config"
+    yield drafts and stages > 1, Refusal("--pipeline-parallel-size", stages, why, remedy)
+    head = drafts and drafter.method == "eagle3"
     why = "a head's rotary table is not the model's, and CANN's rotary operator keeps the first table of a process"
     remedy = "install triton-ascend, which has a kernel for it (emulated: `--triton .venv-ascend-compiler`)"
     yield head and not HAS_TRITON, Refusal("--speculative-config", "with eagle3", why, remedy)
