@@ -154,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("scenario", nargs="?", default="mix", choices=[*SCENARIOS, "all"])
     parser.add_argument("--stack", choices=STACKS, default="cpu")
     parser.add_argument("--mode", choices=tuple(MODES), help="the emulated 910B's graphs (default the release's)")
+    parser.add_argument("--drafts", action="store_true", help="n-grams propose tokens (not vLLM 0.11)")
     parser.add_argument("--policy", choices=("fcfs", "priority"), default="fcfs")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--requests", type=float, default=float("inf"), help="end after so many")
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.mode and options.stack not in EMULATED:
         parser.error("--mode is of the emulated 910B")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    stack, worst = Stack(options.stack, options.mode or "", options.policy), 0
+    stack, worst = Stack(options.stack, options.mode or "", options.policy, drafts=options.drafts), 0
     for name in SCENARIOS if options.scenario == "all" else (options.scenario,):
         print(f"endure {name}: {stack}, {options.minutes:g} min, seed {options.seed}", flush=True)
         with tempfile.TemporaryDirectory(prefix="endure") as folder:

@@ -20,6 +20,7 @@ import psutil
 from ascend_emulator import stacks
 from ascend_emulator.launch import Machine, environment, find_venv
 
+from emulator.tests.test_triton import PACKAGES
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from scripts import serve_here
 from tests.serving.server import START_LIMIT, Server, free_port
@@ -29,6 +30,7 @@ NAME = "gpt-oss-tiny"
 MODES = {"piecewise": "PIECEWISE", "full": "FULL_DECODE_ONLY"}
 # so small a model loses itself in spaces where a grammar allows any number of them
 COMPACT = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+NGRAMS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
 LOOK_EVERY = 1.0  # seconds between two looks at the processes
 ASK_EVERY = 10.0  # between two of /health and /metrics
 EMULATED = {"emulated": "8.3", "emulated-9.1": "9.1"}  # the emulator's stacks
@@ -47,10 +49,11 @@ class Stack:
     mode: str = ""
     policy: str = "fcfs"
     devices: int = 1  # of tensor parallelism
+    drafts: bool = False  # n-grams propose tokens
 
     def __str__(self) -> str:
-        ranks = f"tp{self.devices}" if self.devices > 1 else ""
-        return "-".join(filter(None, (self.stack, self.mode, self.policy, ranks)))
+        ranks, drafts = f"tp{self.devices}" if self.devices > 1 else "", "drafts" * self.drafts
+        return "-".join(filter(None, (self.stack, self.mode, drafts, self.policy, ranks)))
 
     @property
     def at_a_time(self) -> int:
@@ -71,7 +74,8 @@ class Stack:
             sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
             graphs = [*SHARE, "--max-model-len", "8192", "--compilation-config", json.dumps(sizes)]
         ranks = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
-        return [*COMPACT, *batch, *dtype, *graphs, *ranks]
+        drafts = ["--speculative-config", NGRAMS] if self.drafts else []
+        return [*COMPACT, *batch, *dtype, *graphs, *ranks, *drafts]
 
     def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
@@ -80,7 +84,10 @@ class Stack:
         if self.stack in EMULATED:
             stack = stacks.named(EMULATED[self.stack])
             place = find_venv(stack=stack)
-            base, python = environment(Machine(stack.cann[0], self.devices), place, base), place / "bin/python"
+            # every card of CANN 9.1 has Triton-Ascend, whose kernels are other code than what stands in for them
+            triton = PACKAGES if stack.name == "9.1" and PACKAGES.is_dir() else None
+            machine = Machine(stack.cann[0], self.devices, triton=triton)
+            base, python = environment(machine, place, base), place / "bin/python"
         command = serve_here.serve_command(model, NAME, "127.0.0.1", port, self.flags(), on, python)
         variables = serve_here.serving_environment(model, model, base, on)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
