@@ -86,8 +86,7 @@ OF_A_REQUEST, OF_A_DRAFT = 12, 4
     until="vllm-ascend counts it",
 )
 def install_sampler_memory(module: ModuleType) -> None:
-    """vllm-ascend leaves sampling out of the memory that it counts: the KV cache gets it, and a full batch with drafts
-    ends the engine."""
+    """No memory is kept for sampling: a full batch with drafts ends the engine."""
     runner = module.NPUModelRunner
     expect_source(runner._dummy_sampler_run, "self.max_num_reqs", "self.model.compute_logits(hidden_states)")
 
