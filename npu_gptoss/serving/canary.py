@@ -40,12 +40,16 @@ LARGEST, NOISE, SHARE_OF_CONTEXT = 0.25, 3.0, 0.5
 
 @dataclass
 class Watch:
-    """What a release's `watching` shares with the canary: in, to run without a graph; out, how the step ran."""
+    """What a release's `watching` shares with the canary: in, to run without a graph; out, how the step ran.
+
+    hidden: only where the runner does not keep it. behind: vLLM's result of the last step, for which nobody has waited.
+    """
 
     eager: bool = False
     mode: str = NONE
     size: int = 0
-    hidden: torch.Tensor | None = None  # only where the runner does not keep it
+    hidden: torch.Tensor | None = None
+    behind: Any = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class Canary:
         return [(first, chunk), *((prompt, 1) for prompt in rest)] if first.computed + chunk <= first.room else None
 
     def _compare(self, found: Findings, mode: str, size: int, batch: Batch, other: Batch) -> None:
-        """Replays follow each other without a wait, as in service."""
+        """Replays follow each other as in service, where a step begins before the one before has ended."""
         want = {id(each): self._step(each) for each in (batch, other)}
         got = []
         for each in (batch, batch, other, batch):

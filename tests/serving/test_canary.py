@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace as Having
 from typing import Any
 
 import pytest
 import torch
 
 from npu_gptoss.serving.canary import FULL, Canary, Findings, Prompt, Watch
+from npu_gptoss.serving.releases import vllm_0_33
 
 PROMPTS = [Prompt(number, 5, 8, ([number],), 1000) for number in range(4)]
 BATCH, OTHER = [(prompt, 1) for prompt in PROMPTS], [(prompt, 1) for prompt in PROMPTS[1::-1]]
@@ -54,3 +56,25 @@ def test_noise_is_that_of_the_same_requests_in_both_batches() -> None:
     other = [(PROMPTS[3], 2), *OTHER]
     want = {id(BATCH): canary._step(BATCH), id(other): canary._step(other)}
     assert canary._noise(BATCH, other, want) == pytest.approx(0.2)
+
+
+def test_no_third_step_begins_before_the_first_has_ended() -> None:
+    """The GPU reads lengths and tokens from two buffers of the host. On two H200s the steps of a canary that ran ahead
+    read those of later ones: an illegal address, or logits that differ by 1.3."""
+    under_way: list[int] = []
+
+    def execute(number: int) -> None:
+        worker.model_runner.execute_model_state = Having(
+            input_batch=Having(req_ids=[], logits_indices=[0]), hidden_states=torch.zeros(1, 2)
+        )
+        under_way.append(number)
+
+    def sample(number: int) -> Having:
+        return Having(get_output=lambda: under_way.remove(number))
+
+    worker, watch = Having(model_runner=Having()), Watch()
+    for number in range(6):
+        execute(number)
+        assert len(under_way) <= 2
+        worker.sample_tokens = lambda grammar, number=number: sample(number)
+        vllm_0_33.last_rows(worker, watch)

@@ -166,8 +166,15 @@ def watching(runner: Any, watch: Watch) -> Iterator[None]:
 
 
 def last_rows(worker: Any, watch: Watch) -> tuple[list[str], torch.Tensor | None]:
-    """Returns the requests of the step that has just run, and their last rows; samples nothing."""
+    """Returns the requests of the step that has just run, and their last rows; samples nothing.
+
+    Without asynchronous scheduling vLLM waits for a step's tokens before it fills its buffers for the next one.
+    """
+    import torch
+
     runner = worker.model_runner
+    if runner.prepare_inputs_event is None:
+        torch.accelerator.synchronize()
     state, runner.execute_model_state = runner.execute_model_state, None
     return list(runner.input_batch.req_ids), state and state.sample_hidden_states
 

@@ -210,11 +210,17 @@ def empty_step() -> Any:
 
 
 def last_rows(worker: Any, watch: Watch) -> tuple[list[str], torch.Tensor | None]:
-    """Returns the requests of the step that has just run, and their last rows; then ends the step as vLLM does."""
+    """Returns the requests of the step that has just run, and their last rows; then ends the step as vLLM does.
+
+    The engine sends a step when it has the result of the last but one: the GPU reads a step's lengths and tokens from
+    buffers of the host, of which there are two. With more steps on their way the GPU read those of a later step.
+    """
     state = worker.model_runner.execute_model_state
     batch = state.input_batch
     rows = None if state.hidden_states is None else state.hidden_states[batch.logits_indices]
-    worker.sample_tokens(None)
+    before, watch.behind = watch.behind, worker.sample_tokens(None)
+    if hasattr(before, "get_output"):
+        before.get_output()
     return list(batch.req_ids), rows
 
 
