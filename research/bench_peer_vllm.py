@@ -91,6 +91,8 @@ class Peer:
             "max_num_batched_tokens": TOKENS_PER_STEP,
             "tensor_parallel_size": args.tp,
         }
+        if args.kv_cache_dtype:
+            options["kv_cache_dtype"] = args.kv_cache_dtype
         if args.moe_backend:
             options["moe_backend"] = args.moe_backend
         self.settings = {**options, "flashinfer_installed": find_spec("flashinfer") is not None}
@@ -188,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="prompts of each length that count (%(default)s)")
     parser.add_argument("--max-model-len", type=int, default=131072)
     parser.add_argument("--memory", type=float, default=0.92, help="vLLM's gpu_memory_utilization (%(default)s)")
+    parser.add_argument("--kv-cache-dtype", help="of vLLM's KV cache (the model's dtype)")
     parser.add_argument("--moe-backend", help="vLLM's backend for the experts (its own choice)")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (%(default)s)")
     args = parser.parse_args(arguments)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention.metadata import StepMetadata
-from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
+from npu_gptoss.attention.operations import FP8, KV_DTYPES, PAGED, WRITE_KV
 from npu_gptoss.attention.window import keys_before
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 
@@ -69,7 +69,7 @@ def paged_attention(
 @register_kernel(
     WRITE_KV,
     solution="reference",
-    signatures=(accepts(key=KV_DTYPES, kv=KV_DTYPES),),
+    signatures=(accepts(key=KV_DTYPES, kv=(*KV_DTYPES, FP8)),),
     traits={"head_dim": ANY, "block_size": ANY},
     priority=Priority.REFERENCE,
 )
@@ -80,8 +80,9 @@ def write_kv_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Row by row."""
-    block_size = key_cache.shape[1]
+    """Row by row. A narrow cache stores its largest number in place of a larger one."""
+    block_size, largest = key_cache.shape[1], torch.finfo(key_cache.dtype).max
+    key, value = (new.float().clamp(-largest, largest) for new in (key, value))
     for row, slot in enumerate(slot_mapping.tolist()):
         block, offset = divmod(slot, block_size)
         key_cache[block, offset] = key[row].to(key_cache.dtype)

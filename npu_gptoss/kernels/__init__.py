@@ -11,6 +11,7 @@ from npu_gptoss.kernels.loading import load_kernels
 from npu_gptoss.kernels.platform import (
     ASCEND,
     EMULATED_FP32,
+    FP8_STORES,
     HOPPER,
     TRITON,
     TRITON_ASCEND,

@@ -60,7 +60,7 @@ class Platform:
 # What `kernels explain --platform` stands for: a machine with the supported stack of that kind.
 SUPPORTED = {
     "ascend": Platform("ascend", frozenset({"torch_npu"})),
-    "cuda": Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", "3.6.0"),)),
+    "cuda": Platform("cuda", frozenset({"triton", "fp8_stores"}), (9, 0), (("triton", "3.6.0"),)),
     "cpu": Platform("cpu"),
 }
 
@@ -114,6 +114,8 @@ def _arch_name(arch: Architecture) -> str:
 ANYWHERE = Capability()
 ASCEND = Capability.of("ascend", features=("torch_npu",))
 EMULATED_FP32 = ("emulated_fp32",)  # float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
+# Rounding to float8_e4m3fn in Triton: from compute capability 8.9 on. Its interpreter loses the carry of the mantissa.
+FP8_STORES, FP8_SINCE = ("fp8_stores",), (8, 9)
 TRITON = Capability.of("cuda", features=("triton",))
 TRITON_ASCEND = Capability.of("ascend", features=("torch_npu", TRITON_FOR_ASCEND))
 # Gluon is experimental: our kernels in it were seen working with these releases of Triton and are used with no others.
@@ -220,7 +222,11 @@ def current_platform() -> Platform:
 
 
 def _with_architecture(platform: Platform) -> Platform:
-    return replace(platform, arch=cuda_architecture()) if platform.kind == "cuda" else platform
+    if platform.kind != "cuda":
+        return platform
+    arch = cuda_architecture()
+    rounds = arch is not None and arch >= FP8_SINCE
+    return replace(platform, arch=arch, features=platform.features | set(FP8_STORES if rounds else ()))
 
 
 @contextmanager

@@ -49,8 +49,9 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     wrong = model.quantization not in QUANTIZATIONS and written in (None, MXFP4, *QUANTIZATIONS)
     given = None if model.quantization == "ascend" else model.quantization  # vllm-ascend writes its own over any
     yield wrong, Refusal("--quantization", given, why)
-    why = "the KV cache has the model's dtype"
-    yield kv_dtype not in ("auto", dtype), Refusal("--kv-cache-dtype", kv_dtype, why)
+    kv_dtypes = ("auto", dtype, *(cuda.FP8_CACHES if device_type == "cuda" else ()))
+    why = "the KV cache has the model's dtype" + (" or is in FP8 (E4M3)" if device_type == "cuda" else "")
+    yield kv_dtype not in kv_dtypes, Refusal("--kv-cache-dtype", kv_dtype, why)
     yield kv_scales, Refusal("--calculate-kv-scales", None, why)
     wrong = drafter is not None and drafter.method not in DRAFTERS
     yield wrong, Refusal("--speculative-config", None, drafters)

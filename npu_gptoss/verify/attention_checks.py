@@ -9,7 +9,7 @@ import torch
 
 from npu_gptoss import attention
 from npu_gptoss.attention import paged_attention, write_kv_cache
-from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
+from npu_gptoss.attention.operations import FP8, KV_DTYPES, PAGED, WRITE_KV
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import LARGE_STEPS, STEPS, WINDOW, Inputs, Shape, as_decode, make_step, plant, widened
 from npu_gptoss.verify.compare import Outputs
@@ -102,8 +102,8 @@ def run_paged(inputs: Inputs, kernel: str | None) -> Outputs:
 
 def paged_sizes(inputs: Inputs) -> Outputs:
     """The same attention over absolute values: the sum of the absolute products of each result."""
-    absolute = {**inputs, "value_cache": inputs["value_cache"].abs()}
-    return run_paged(widened(absolute), f"{PAGED.name}.reference")
+    wide = widened(inputs)
+    return run_paged({**wide, "value_cache": wide["value_cache"].abs()}, f"{PAGED.name}.reference")
 
 
 def write_calls(spec: CallSpec) -> Iterator[Call]:
@@ -147,9 +147,9 @@ def define_write(inputs: Inputs) -> Outputs:
     return run_write({**inputs, **caches}, f"{WRITE_KV.name}.reference")
 
 
-_PAGED_ROLES = {"query": KV_DTYPES, "kv": KV_DTYPES, "sinks": KV_DTYPES}
+_PAGED_ROLES = {"query": KV_DTYPES, "kv": (*KV_DTYPES, FP8), "sinks": KV_DTYPES}
 _EXACT = {"key_cache": "exact", "value_cache": "exact"}
 CHECKS = (
     Check(PAGED, paged_calls, run_paged, _PAGED_ROLES, sizes=paged_sizes),
-    Check(WRITE_KV, write_calls, run_write, {"key": KV_DTYPES, "kv": KV_DTYPES}, _EXACT, define_write),
+    Check(WRITE_KV, write_calls, run_write, {"key": KV_DTYPES, "kv": (*KV_DTYPES, FP8)}, _EXACT, define_write),
 )

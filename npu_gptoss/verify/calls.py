@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from npu_gptoss.attention.operations import FP8
 from npu_gptoss.kernels import ANY, KernelSpec, Operation
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.verify.cases import Inputs, widened
@@ -98,7 +99,8 @@ class Check:
 
     def judge(self, got: Outputs, want: Outputs, precision: str, sizes: Outputs | None) -> Verdict:
         asked = {name: self.precisions.get(name) or precision for name in want}
-        asked |= {name: dtype_name(got[name].dtype) for name, each in asked.items() if each == OWN and name in got}
+        own = {name: dtype_name(got[name].dtype) for name in asked if name in got}
+        asked |= {name: dtype for name, dtype in own.items() if asked[name] == OWN or dtype == FP8}
         limits = {name: tolerance(self.name, name, each) for name, each in asked.items()}
         return compare(got, want, limits, sizes)
 
@@ -114,7 +116,7 @@ def specs_of(kernel: KernelSpec, check: Check, seed: int, cases: int) -> Iterato
         for dtypes in itertools.product(*choices.values()):
             if dtypes not in seen:
                 seen.add(dtypes)
-                floats = set(dtypes) & {"float32", "bfloat16"}
+                floats = set(dtypes) & {"float32", "bfloat16", FP8}
                 yield CallSpec(dict(zip(choices, dtypes, strict=True)), kernel.traits, seed, cases, len(floats) <= 1)
 
 

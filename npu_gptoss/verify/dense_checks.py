@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from npu_gptoss import dense
+from npu_gptoss.attention.operations import FP8
 from npu_gptoss.dense import operations
 from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROTATE_WRITE, ROUTER, TOKEN
 from npu_gptoss.kernels import Operation
@@ -101,7 +102,7 @@ CHECKS = tuple(
         precisions,
     )
     for operation, names, dtypes, precisions in (
-        (QKV, ("residual", "query"), {**_WEIGHTED, "kv": FLOATS}, {}),
+        (QKV, ("residual", "query"), {**_WEIGHTED, "kv": (*FLOATS, FP8)}, {}),
         (ROTATE_WRITE, ("query",), {"qkv": FLOATS, "kv": FLOATS}, {}),
         (OUTPUT, ("out",), _WEIGHTED, {}),
         (ROUTER, ("residual", "normed", "weights", "ids"), _WEIGHTED, {}),

@@ -98,7 +98,7 @@ def _of_metadata(name: str, change: Callable[[AttentionMetadata, int], Attention
     def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
         metadata = inputs["metadata"]
         changed = change(metadata, inputs["key_cache"].shape[1]) if isinstance(metadata, AttentionMetadata) else None
-        caches = {name: inputs[name].nan_to_num(nan=0.5) for name in ("key_cache", "value_cache")}
+        caches = {name: inputs[name].float().nan_to_num(nan=0.5) for name in ("key_cache", "value_cache")}
         return None if changed is None else definition({**inputs, **caches, "metadata": changed})
 
     return Mutation(name, (PAGED,), answer)

@@ -14,8 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-# torch.testing's own: reordering of fp32 sums; two bf16 ulps, and an atol for values that cancel near zero
-TOLERANCES: dict[torch.dtype, tuple[float, float]] = {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (1e-3, 1.6e-2)}
+# torch.testing's own: reordering of fp32 sums; two bf16 ulps, and an atol for values that cancel near zero. Of FP8 half
+# a step, 2 ** -4 of a value and 2 ** -10 near zero, beside those of bf16.
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.float32: (1e-5, 1.3e-6),
+    torch.bfloat16: (1e-3, 1.6e-2),
+    torch.float8_e4m3fn: (2e-3, 8e-2),
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ WIDER: dict[tuple[str, str, str], Wider] = {
     ("dense.qkv", "query", "bfloat16"): NORMED,
     ("dense.qkv", "key_cache", "bfloat16"): NORMED,
     ("dense.qkv", "value_cache", "bfloat16"): NORMED,
+    ("dense.qkv", "key_cache", "float8_e4m3fn"): NORMED,
+    ("dense.qkv", "value_cache", "float8_e4m3fn"): NORMED,
     ("dense.output", "out", "float32"): SUMS,
     ("dense.output", "out", "bfloat16"): CANCEL,
     ("dense.router", "normed", "float32"): SUMS,
@@ -81,7 +88,7 @@ WIDER: dict[tuple[str, str, str], Wider] = {
 
 
 def tolerance(check: str, output: str, precision: str) -> Tolerance:
-    """precision: float32, bfloat16, or exact."""
+    """precision: float32, bfloat16, float8_e4m3fn, or exact."""
     if precision == "exact":
         return EXACT
     atol, rtol = TOLERANCES[getattr(torch, precision)]

@@ -71,6 +71,27 @@ def test_slots_after_the_real_rows_are_never_written(kernel):
 
 
 @pytest.mark.parametrize(
+    ("kernel", "device"),
+    [
+        ("reference", "cpu"),
+        pytest.param(
+            "triton",
+            "cuda",
+            marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")],
+        ),
+    ],
+)
+def test_a_cache_in_fp8_takes_its_largest_number_for_a_larger_one(kernel, device):
+    """torch rounds it to NaN, which no later request would lose."""
+    step = make_step([(2, 20)], torch.bfloat16).to(device)
+    caches = [cache.to(torch.float8_e4m3fn) for cache in (step.key_cache, step.value_cache)]
+    new = torch.full((2, KV_HEADS, HEAD_DIM), 1000.0, dtype=torch.bfloat16, device=device)
+    write_kv_cache(new, -new, *caches, step.metadata, kernel=kernel)
+    for cache, wanted in zip(caches, (448.0, -448.0), strict=True):
+        assert (cache.flatten(0, 1).float()[step.metadata.slot_mapping] == wanted).all()
+
+
+@pytest.mark.parametrize(
     "spread",
     [
         lambda cache: cache.transpose(0, 1).contiguous().transpose(0, 1),

@@ -46,6 +46,15 @@ def test_kernel_equals_definition(name, sliding_window, dtype):
     check(run_triton, make_step(STEPS[name], dtype, padding=3), sliding_window, rounded_weights=True)
 
 
+@pytest.mark.parametrize("name", ["decode", "mixed, one without rows"])
+def test_a_cache_in_fp8_is_read_as_its_numbers_in_bfloat16(name):
+    step = make_step(STEPS[name], torch.bfloat16)
+    narrow = [cache.to(torch.float8_e4m3fn) for cache in (step.key_cache, step.value_cache)]
+    wide = [cache.to(torch.bfloat16) for cache in narrow]
+    got, want = (run_triton(dataclasses.replace(step, key_cache=k, value_cache=v), 128) for k, v in (narrow, wide))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("sliding_window", [None, 17])
 def test_the_invariant_kernel_equals_the_definition(sliding_window):
     """On single rows, too, and with lengths that only the device knows."""

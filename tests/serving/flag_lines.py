@@ -90,7 +90,7 @@ VRVS | --quantization quark
 VRVA | --quantization bitsandbytes --load-format bitsandbytes
 VRVS | --quantization gguf
 VRVS | --quantization ascend
-RRRA | --kv-cache-dtype fp8
+RRRS | --kv-cache-dtype fp8
 VSSS | --kv-cache-dtype bfloat16
 RRRU | --kv-cache-dtype fp8_e4m3 --calculate-kv-scales
 SSSS | --block-size 16

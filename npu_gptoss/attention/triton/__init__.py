@@ -8,11 +8,11 @@ device. Triton is imported at the first call, so that a machine without it can l
 
 from __future__ import annotations
 
-from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
-from npu_gptoss.kernels import ANY, HOPPER, TRITON, Priority, Range, Where, accepts, register_kernel
+from npu_gptoss.attention.operations import FP8, KV_DTYPES, PAGED, WRITE_KV
+from npu_gptoss.kernels import ANY, FP8_STORES, HOPPER, TRITON, Priority, Range, Where, accepts, register_kernel
 
 LAUNCH = "npu_gptoss.attention.triton.launch"
-BF16 = accepts(query="bfloat16", kv="bfloat16", sinks=KV_DTYPES)
+BF16 = accepts(query="bfloat16", kv=("bfloat16", FP8), sinks=KV_DTYPES)
 BOTH = (BF16, accepts(query="float32", kv="float32", sinks=KV_DTYPES))
 TRAITS = {
     "head_dim": frozenset({16, 32, 64, 128}),
@@ -74,7 +74,7 @@ register_kernel(
     WRITE_KV,
     solution="triton",
     capability=TRITON,
-    signatures=(accepts(key=KV_DTYPES, kv=KV_DTYPES),),
+    signatures=(accepts(key=KV_DTYPES, kv=KV_DTYPES), accepts(key="bfloat16", kv=FP8, needs=FP8_STORES)),
     traits={"head_dim": ANY, "block_size": ANY},
     priority=Priority.PERFORMANT,
     function="npu_gptoss.attention.triton.write_kv:write",

@@ -63,9 +63,9 @@ def places(table, position, inside, head, dim, KV_HEADS: tl.constexpr, STRIDE: t
 
 @triton.jit
 def taken(q, key, value, inside, scale, result, largest, weight, WIDE: tl.constexpr):
-    """The running sums with these keys in them."""
-    scores = tl.where(inside[None, :], product(q, key.T, WIDE), float("-inf"))
-    return softmax_step(scores, scale, value, result, largest, weight, q.dtype, WIDE)
+    """The running sums with these keys in them, which may be of a narrower dtype than `q`."""
+    scores = tl.where(inside[None, :], product(q, key.to(q.dtype).T, WIDE), float("-inf"))
+    return softmax_step(scores, scale, value.to(q.dtype), result, largest, weight, q.dtype, WIDE)
 
 
 @triton.jit(do_not_specialize=["limit", "table_stride"])

@@ -122,7 +122,7 @@ def _prefill(call: Call, prompts: Prompts, tiling: Tiling) -> None:
     """One round of prompts."""
     query, constants, strides = call.query, call.constants, call.strides
     page, kv_heads, dim = call.caches[0].shape[1:]
-    gathered = torch.empty(2, kv_heads * prompts.keys, dim, dtype=call.caches[0].dtype, device=query.device)
+    gathered = torch.empty(2, kv_heads * prompts.keys, dim, dtype=query.dtype, device=query.device)
     block = min(GATHER_KEYS, tiling.keys)
     launch(
         gather_kernel,

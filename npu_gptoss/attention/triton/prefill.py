@@ -1,8 +1,8 @@
 """Prompts: keys and values from their cache blocks into contiguous memory, then causal attention of the rows over them.
 
-Gathering costs a few microseconds where attention takes a millisecond, and gives its loop whole tiles at computed
-addresses, which the tensor memory accelerator can fetch, for every block size. Attention has a program a tile of rows
-and a key/value head.
+Gathering costs a few microseconds where attention takes a millisecond, and gives its loop whole tiles of the query's
+dtype at computed addresses, which the tensor memory accelerator can fetch, for every block size. Attention has a
+program a tile of rows and a key/value head.
 
 A tile is BLOCK_Q positions of all query heads of one key head, BLOCK_Q * GROUP rows: every key that it reads serves the
 whole group, and the part of the last key tiles that the causal mask hides is small. The sink is where the online

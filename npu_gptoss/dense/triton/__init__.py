@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from npu_gptoss.attention.operations import FP8
 from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, TOKEN
-from npu_gptoss.kernels import HOPPER, TRITON, Operation, Priority, Range, Where, accepts, register_kernel
+from npu_gptoss.kernels import FP8_STORES, HOPPER, TRITON, Operation, Priority, Range, Where, accepts, register_kernel
 from npu_gptoss.moe.operations import FEW_ROWS
 
 BF16 = "bfloat16"
@@ -45,13 +46,16 @@ def _register(
     """Registers the function whose name is the operation's mode and the end of `name`."""
     solution, _, kind = name.partition("_")
     gluon = solution == "gluon"
+    signatures = [accepts(**dict.fromkeys(operation.roles, BF16))]
+    if operation == QKV:
+        signatures.append(accepts(hidden=BF16, weight=BF16, kv=FP8, needs=FP8_STORES))
     function = f"{operation.mode}_{kind}" if kind else operation.mode
     register_kernel(
         operation,
         solution=solution,
         name=f"{operation.name}.{name}",
         capability=HOPPER if gluon else TRITON,
-        signatures=(accepts(**dict.fromkeys(operation.roles, BF16)),),
+        signatures=tuple(signatures),
         traits=traits,
         priority=Priority.SPECIALISED if gluon else priority,
         function=f"npu_gptoss.dense.triton.{'launch_hopper' if gluon else 'launches'}:{function}",

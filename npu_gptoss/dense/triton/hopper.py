@@ -142,14 +142,13 @@ def qkv_kernel(
         gl.store(out, first, mask=real[None, :])
         gl.store(out + HALF, second, mask=real[None, :])
     else:
-        if head < HEADS + KV_HEADS:
-            out = key_cache + (slot[None, :] * KV_HEADS + head - HEADS) * STRIDE + lane
-            gl.store(out, first, mask=(slot >= 0)[None, :])
-            gl.store(out + HALF, second, mask=(slot >= 0)[None, :])
-        else:
-            out = value_cache + (slot[None, :] * KV_HEADS + head - HEADS - KV_HEADS) * STRIDE + lane
-            gl.store(out, first, mask=(slot >= 0)[None, :])
-            gl.store(out + HALF, second, mask=(slot >= 0)[None, :])
+        low = first.to(key_cache.dtype.element_ty)
+        high = second.to(key_cache.dtype.element_ty)
+        cached = key_cache + (slot[None, :] * KV_HEADS + head - HEADS) * STRIDE + lane
+        if head >= HEADS + KV_HEADS:
+            cached = value_cache + (slot[None, :] * KV_HEADS + head - HEADS - KV_HEADS) * STRIDE + lane
+        gl.store(cached, low, mask=(slot >= 0)[None, :])
+        gl.store(cached + HALF, high, mask=(slot >= 0)[None, :])
 
 
 @gluon.jit(do_not_specialize=["tokens"])

@@ -27,6 +27,8 @@ from npu_gptoss.serving.releases.vllm import (
     SlidingWindowSpec,
     VllmConfig,
     get_block_table_width,
+    get_kv_quant_mode,
+    kv_cache_dtype_str_to_dtype,
 )
 
 # Block sizes of the kernels, in the form of vLLM's own backends: so an EAGLE3 head's layer has the same kind as the
@@ -172,6 +174,8 @@ class LayerCache(AttentionLayerBase):
     def kv_cache(self, kv_cache: torch.Tensor) -> None:
         self._kv_cache, self.pair = kv_cache, None
         if len(kv_cache):
+            if kv_cache.dtype == torch.uint8:  # vLLM has the bytes of FP8
+                kv_cache = kv_cache.view(torch.float8_e4m3fn)
             keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
             self.pair = keys, values
 
@@ -183,7 +187,9 @@ class LayerCache(AttentionLayerBase):
             "block_size": vllm_config.cache_config.block_size,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
-            "dtype": vllm_config.model_config.dtype,
+            # vLLM's own for this option, so that the layer of an EAGLE3 head has the same kind
+            "dtype": kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config),
+            "kv_quant_mode": get_kv_quant_mode(vllm_config.cache_config.cache_dtype),
         }
         return (
             FullAttentionSpec(**shape)

@@ -19,6 +19,9 @@ BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 INVARIANT = "VLLM_BATCH_INVARIANT"
 
+# Values of --kv-cache-dtype for E4M3 without a scale: a cache of half the size, and answers that differ
+FP8_CACHES = ("fp8", "fp8_e4m3")
+
 # Backends of --weight-transfer-config, by what they send to: a model's load_weights, or its parameters
 TRANSFERS, PARAMETERS_ONLY = ("nccl", "ipc", "nccl_m2n"), ("sparse_nccl", "sharded_rdt", "modelexpress")
 
@@ -32,13 +35,16 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     length = model.max_model_len
     why, remedy = "the model is built while its weights load", "give the path of a checkpoint"
     yield config.load_config.load_format == "dummy", Refusal("--load-format", "dummy", why, remedy)
+    skipped = config.cache_config.kv_cache_dtype_skip_layers
+    why = "all layers have a KV cache of one dtype"
+    yield bool(skipped), Refusal("--kv-cache-dtype-skip-layers", " ".join(skipped), why)
     why = "layers cannot be split over GPUs"
     yield pipeline > 1, Refusal("--pipeline-parallel-size", pipeline, why, "use --tensor-parallel-size")
     if uncut := uncut_objection(model.hf_config.intermediate_size, parallel.tensor_parallel_size):
         yield mxfp4, uncut
     why = "experts stay in the checkpoint's format on NVIDIA GPUs"
     yield wish != AUTO and mxfp4 != (wish == PACKED), Refusal(VARIABLE, wish, why, "unset it")
-    why = "on two GPUs a rank ended at the start, for a reason not found yet"
+    why = "on two GPUs it failed at the start, and the mended start was not seen there"
     yield parallel.enable_expert_parallel, Refusal("--enable-expert-parallel", None, why)
     yield contexts > 1, Refusal("--prefill-context-parallel-size", contexts, "each GPU keeps the whole context")
     why = f"the checkpoint has {positions} positions"

@@ -25,7 +25,7 @@ from npu_gptoss.model.weights import named_tensors
 from npu_gptoss.serving import limits, logger
 from npu_gptoss.serving.cuda import invariant
 from npu_gptoss.serving.cuda.cache import LayerCache, SinkBackend, Slots
-from npu_gptoss.serving.cuda.limits import batch_invariant
+from npu_gptoss.serving.cuda.limits import FP8_CACHES, batch_invariant
 from npu_gptoss.serving.cuda.ranks import TensorParallel
 from npu_gptoss.serving.cuda.warm_up import before_ready
 from npu_gptoss.serving.loading import readable
@@ -121,7 +121,9 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
             lora.take_over()
         self._nowhere = Slots(torch.empty(0, dtype=torch.int64))
         shape = (1, vllm_config.cache_config.block_size, here.num_key_value_heads, here.head_dim)
-        self._nothing: KVCache = (torch.zeros(shape), torch.zeros(shape))
+        narrow = vllm_config.cache_config.cache_dtype in FP8_CACHES
+        nothing = torch.zeros(shape, dtype=torch.float8_e4m3fn if narrow else self.dtype)
+        self._nothing: KVCache = (nothing, nothing.clone())
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -264,7 +266,8 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
     def _gather_for_nothing(self) -> None:
         """Allocates the memory for attention over the longest prompts while vLLM measures memory."""
         keys, _ = self._nothing
-        keys.new_empty(2, keys.shape[2] * max(ROUND_KEYS, self.max_model_len), keys.shape[3])
+        longest = max(ROUND_KEYS, self.max_model_len)
+        torch.empty(2, keys.shape[2] * longest, keys.shape[3], dtype=self.dtype, device=self.device)
 
 
 def live_rows(context: ForwardContext, name: str, rows: int) -> torch.Tensor | None:

@@ -52,11 +52,12 @@ MODULES: dict[str, str] = {
     "vllm.plugins": "load_general_plugins",
     "vllm.sampling_params": "StructuredOutputsParams",
     "vllm.utils.system_utils": "kill_process_tree",
+    "vllm.utils.torch_utils": "kv_cache_dtype_str_to_dtype",
     "vllm.v1.attention.backend": (
         "AttentionBackend AttentionCGSupport AttentionMetadataBuilder CommonAttentionMetadata MultipleOf"
     ),
     "vllm.v1.core.sched.output": "NewRequestData",
-    "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec KVCacheLayout SlidingWindowSpec",
+    "vllm.v1.kv_cache_interface": ("AttentionSpec FullAttentionSpec KVCacheLayout SlidingWindowSpec get_kv_quant_mode"),
     "vllm.v1.metrics.loggers": "StatLoggerBase",
     "vllm.v1.worker": "lora_model_runner_mixin",
     "vllm.v1.worker.block_table": "get_block_table_width",

@@ -79,6 +79,9 @@ WAYS = [(NGRAM, 1), (NGRAM, 7), (EAGLE3, 3), (EAGLE3, 5), (DFLASH, 7)]  # of dra
 RENEWED, OTHER = (RELOADED, SLEPT, SENT), "another checkpoint"
 STALE = (NGRAM, 3)  # a graph that reads the lengths of another step
 ALONE, TOGETHER = "alone", "together"
+NARROW = {"kv_cache_dtype": "fp8"}
+HALVED = [("fp8", mode) for mode in (FULL, PIECES)]  # in bytes of KV cache
+HALVED_EAGER, HALVED_DRAFTS = ("fp8", EAGER), ("fp8", EAGLE3, 3)
 BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ALONE: ({"max_num_seqs": 1}, {}),
     TOGETHER: ({}, {}),
@@ -115,6 +118,9 @@ ASKED: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
     **{way: (graphed() | SLEEPS, {"others": (way, OTHER)}) for way in (STARTED, *RENEWED)},
     **{way: _drafting(*way) for way in (*WAYS, STALE)},
     **{(batch, mode): _with_bits(batch, mode) for batch, mode in (*INVARIANT, *USUAL)},
+    HALVED_EAGER: (SHARED | NARROW | {"enforce_eager": True}, {}),
+    **{("fp8", mode): (graphed(cudagraph_mode=mode) | NARROW, {}) for _, mode in HALVED},
+    HALVED_DRAFTS: (_drafting(EAGLE3, 3)[0] | NARROW, {"drafters": [OWN]}),
 }
 
 
@@ -220,6 +226,22 @@ def test_replayed_tokens_equal_the_eager_ones_bit_for_bit(asked, answer, eager) 
     else:
         assert found.captured == SIZES
         assert found.full == {8: TOKENS - 1}, "seven requests end together, in the bucket of eight"
+
+
+@pytest.mark.parametrize("asked", HALVED, ids=" ".join)
+def test_graphs_over_a_cache_in_fp8_give_the_eager_tokens(asked, answer, eager) -> None:
+    """Random weights magnify a key's rounding, so that the tokens differ from those of a cache in bfloat16."""
+    found = answer(asked)
+    assert found.tokens == answer(HALVED_EAGER).tokens != eager
+    assert (found.late, found.compiled) == (0, [])
+
+
+@pytest.mark.parametrize("asked", [HALVED_DRAFTS], ids=lambda way: f"{way[1]}, {way[2]} drafts")
+def test_drafts_over_a_cache_in_fp8_change_few_tokens(asked, prompts, answer) -> None:
+    """A row among others has its sums in another order, and from a rounded key on the difference grows."""
+    found, alone = answer(asked).drafted[OWN], answer(HALVED_EAGER).tokens
+    assert found["proposed"] > 0
+    assert sum(a == b for a, b in zip(found["tokens"], alone, strict=True)) >= len(prompts) // 2
 
 
 @pytest.mark.parametrize("asked", [COLD])

@@ -28,6 +28,7 @@ def config_of(**changes: Any) -> Having:
             "hf_config": Having(max_position_embeddings=131072, intermediate_size=2880),
         },
         "load_config": {"load_format": "auto"},
+        "cache_config": {"kv_cache_dtype_skip_layers": []},
         "offload_config": {"uva": Having(cpu_offload_gb=0), "prefetch": Having(offload_group_size=0)},
     }
     whole = {
@@ -52,6 +53,8 @@ def refused(config: Having) -> list[str]:
         ({"weight_transfer_config": Having(backend="sharded_rdt")}, "--weight-transfer-config sharded_rdt"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
+        # vLLM's attention layers read it, of which our model has none
+        ({"kv_cache_dtype_skip_layers": ["0", "1"]}, "--kv-cache-dtype-skip-layers 0 1"),
         # vLLM moves parameters, and our weights are none, so it silently moved nothing
         ({"uva": Having(cpu_offload_gb=4)}, "--cpu-offload-gb 4"),
         ({"prefetch": Having(offload_group_size=2)}, "--offload-group-size 2"),

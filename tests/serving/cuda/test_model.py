@@ -56,7 +56,7 @@ def config_of(folder: Path, drafts: int = 0) -> Having:
     return Having(
         model_config=Having(model=str(folder), quantization=None, max_model_len=MAX_MODEL_LEN, dtype=torch.float32),
         scheduler_config=Having(max_num_batched_tokens=256, max_num_seqs=8),
-        cache_config=Having(block_size=BLOCK_SIZE),
+        cache_config=Having(block_size=BLOCK_SIZE, cache_dtype="auto"),
         parallel_config=Having(enable_expert_parallel=False, decode_context_parallel_size=1),
         speculative_config=Having(num_speculative_tokens=drafts, use_eagle=lambda: False) if drafts else None,
         compilation_config=Having(static_forward_context={}, max_cudagraph_capture_size=None),
