@@ -35,14 +35,16 @@ def case_tools(url, model):
 
 def case_a_schema(url, model):
     """The tiny model cannot follow the instructions of instructor of 2025: on some days, greedily, its turn ends
-    before its first message. An empty answer is asked for again with another seed.
+    before its first message, or the header of its answer lacks an end, behind which vLLM would apply the schema. Such
+    an answer is asked for again with another seed.
     """
     for seed in range(DRAWS):
         try:
             found = ask(url, model, instructor.Mode.JSON_SCHEMA, temperature=0.3, seed=seed)
         except InstructorRetryException as error:
             answer = error.last_completion.choices[0]
-            assert not answer.message.content, f"{answer.finish_reason}: {answer.message.content}"
+            malformed = "<|channel|>" in (answer.message.reasoning_content or "")
+            assert malformed or not answer.message.content, f"{answer.finish_reason}: {answer.message.content}"
         else:
             assert isinstance(found, Found)
             return
