@@ -35,7 +35,7 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     length = model.max_model_len
     why, remedy = "the model is built while its weights load", "give the path of a checkpoint"
     yield config.load_config.load_format == "dummy", Refusal("--load-format", "dummy", why, remedy)
-    skipped = config.cache_config.kv_cache_dtype_skip_layers
+    narrow, skipped = config.cache_config.cache_dtype in FP8_CACHES, config.cache_config.kv_cache_dtype_skip_layers
     why = "all layers have a KV cache of one dtype"
     yield bool(skipped), Refusal("--kv-cache-dtype-skip-layers", " ".join(skipped), why)
     why = "layers cannot be split over GPUs"
@@ -65,8 +65,8 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     yield os.environ.get(BREAKABLE) == "0", Refusal(BREAKABLE, 0, why, "unset it")
     if batch_invariant():
         why = "it was shown for one GPU and one row a request"
-        wrong = parallel.tensor_parallel_size > 1 or bool(config.speculative_config or config.lora_config)
-        remedy = "leave out --tensor-parallel-size, --speculative-config and --enable-lora"
+        wrong = narrow or parallel.tensor_parallel_size > 1 or bool(config.speculative_config or config.lora_config)
+        remedy = "leave out --tensor-parallel-size, --speculative-config, --enable-lora and --kv-cache-dtype"
         yield wrong, Refusal(INVARIANT, 1, why, remedy)
     if (lora := config.lora_config) is not None:
         ranks, targets = parallel.tensor_parallel_size, lora.target_modules

@@ -28,7 +28,7 @@ def config_of(**changes: Any) -> Having:
             "hf_config": Having(max_position_embeddings=131072, intermediate_size=2880),
         },
         "load_config": {"load_format": "auto"},
-        "cache_config": {"kv_cache_dtype_skip_layers": []},
+        "cache_config": {"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []},
         "offload_config": {"uva": Having(cpu_offload_gb=0), "prefetch": Having(offload_group_size=0)},
     }
     whole = {
@@ -73,7 +73,8 @@ def test_batch_invariance_is_refused_where_it_was_not_shown(monkeypatch: pytest.
     alone = {"tensor_parallel_size": 1, "data_parallel_size": 1}
     assert refused(config_of(**alone)) == []
     lora = Having(target_modules=None, enable_moe_shared_loras=False)
-    for change in ({"tensor_parallel_size": 2}, {"speculative_config": Having()}, {"lora_config": lora}):
+    changes = {"tensor_parallel_size": 2, "speculative_config": Having(), "lora_config": lora, "cache_dtype": "fp8"}
+    for change in ({name: value} for name, value in changes.items()):
         assert refused(config_of(**alone | change))[0] == "VLLM_BATCH_INVARIANT=1"
 
 
