@@ -17,7 +17,13 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, get_ep_group, init_distributed_environment
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    get_ep_group,
+    init_distributed_environment,
+)
 from vllm.forward_context import get_forward_context, set_forward_context
 
 from npu_gptoss.serving import compat
@@ -47,7 +53,9 @@ def one_of_two(rank: int, port: int) -> None:
     with set_forward_context(None, config, num_tokens=ROWS[rank]), get_forward_context().dp_metadata.sp_local_sizes(1):
         rows, routed = get_ep_group().dispatch(hidden, logits)
         kept = get_ep_group().combine(rows * (rank + 1))  # each rank's part of a layer that all share
-    print(json.dumps([rows[:, 0].tolist(), routed[:, 0].tolist(), kept[:, 0].tolist()]))
+    print(json.dumps([rows[:, 0].tolist(), routed[:, 0].tolist(), kept[:, 0].tolist()]), flush=True)
+    destroy_model_parallel()  # at the interpreter's end gloo's threads abort the process now and then
+    destroy_distributed_environment()
 
 
 def on_two_ranks() -> list[list[list[float]]]:
