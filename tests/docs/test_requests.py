@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -65,9 +66,18 @@ def test_the_tutorials_metrics_are_not_those_of_its_questions(port: int) -> None
         return subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=120, check=True).stdout
 
     *questions, metrics = asked
-    before = dict(line.rsplit(" ", 1) for line in run(metrics).splitlines())
+
+    def counted() -> list[list[str]]:
+        """Once they rest: the engine tells of a step's counts after its tokens."""
+        seen, last = run(metrics), None
+        while seen != last:
+            time.sleep(0.3)
+            seen, last = run(metrics), seen
+        return [line.rsplit(" ", 1) for line in seen.splitlines()]
+
+    before = dict(counted())
     assert len([run(question) for question in questions]) == 2
-    after = [line.rsplit(" ", 1) for line in run(metrics).splitlines()]
+    after = counted()
     since = (f"{name} {float(value) - float(before[name]) * ('_total' in name)}" for name, value in after)
     (shown,) = (block for block in blocks(TUTORIAL) if "attention.paged.small_ops" in block.text)
     assert unseen(shown.text, "\n".join(since)) == []
