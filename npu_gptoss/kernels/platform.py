@@ -57,10 +57,12 @@ class Platform:
         return DEVICE_TYPES[self.kind]
 
 
+# Rounding to float8_e4m3fn in Triton: from compute capability 8.9 on. Its interpreter loses the carry of the mantissa.
+FP8_STORES, FP8_SINCE = ("fp8_stores",), (8, 9)
 # What `kernels explain --platform` stands for: a machine with the supported stack of that kind.
 SUPPORTED = {
     "ascend": Platform("ascend", frozenset({"torch_npu"})),
-    "cuda": Platform("cuda", frozenset({"triton", "fp8_stores"}), (9, 0), (("triton", "3.6.0"),)),
+    "cuda": Platform("cuda", frozenset({"triton", *FP8_STORES}), (9, 0), (("triton", "3.6.0"),)),
     "cpu": Platform("cpu"),
 }
 
@@ -114,8 +116,6 @@ def _arch_name(arch: Architecture) -> str:
 ANYWHERE = Capability()
 ASCEND = Capability.of("ascend", features=("torch_npu",))
 EMULATED_FP32 = ("emulated_fp32",)  # float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
-# Rounding to float8_e4m3fn in Triton: from compute capability 8.9 on. Its interpreter loses the carry of the mantissa.
-FP8_STORES, FP8_SINCE = ("fp8_stores",), (8, 9)
 TRITON = Capability.of("cuda", features=("triton",))
 TRITON_ASCEND = Capability.of("ascend", features=("torch_npu", TRITON_FOR_ASCEND))
 # Gluon is experimental: our kernels in it were seen working with these releases of Triton and are used with no others.

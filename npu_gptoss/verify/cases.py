@@ -27,8 +27,9 @@ Inputs = Mapping[str, Any]
 def widened(inputs: Any) -> Any:
     """A copy with bfloat16 tensors as float32, the input of the definition, and caches too, which may be in FP8."""
     wide = changed(inputs, lambda t: t.float() if t.dtype == torch.bfloat16 else t.clone())
-    caches = ("key_cache", "value_cache") if isinstance(wide, Mapping) else ()
-    return {**wide, **{name: wide[name].float() for name in caches if name in wide}} if caches else wide
+    if isinstance(wide, Mapping):
+        wide = {name: value.float() if name in ("key_cache", "value_cache") else value for name, value in wide.items()}
+    return wide
 
 
 def on(inputs: Any, device: torch.device) -> Any:

@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.markdown import ALL_COMMANDS, ROOT, Command, blocks, name_of, unseen
 from tests.scripts.make_serve import made
+from tests.serving.server import wait_for
 
 ADDRESS = "http://127.0.0.1:8000/"
 REQUESTS = [command for command in ALL_COMMANDS if command.text.startswith("curl ") and ADDRESS in command.text]
@@ -69,11 +69,14 @@ def test_the_tutorials_metrics_are_not_those_of_its_questions(port: int) -> None
 
     def counted() -> list[list[str]]:
         """Once they rest: the engine tells of a step's counts after its tokens."""
-        seen, last = run(metrics), None
-        while seen != last:
-            time.sleep(0.3)
-            seen, last = run(metrics), seen
-        return [line.rsplit(" ", 1) for line in seen.splitlines()]
+        seen = [""]
+
+        def rest() -> bool:
+            seen.append(run(metrics))
+            return seen[-1] == seen[-2]
+
+        assert wait_for(rest, 30)
+        return [line.rsplit(" ", 1) for line in seen[-1].splitlines()]
 
     before = dict(counted())
     assert len([run(question) for question in questions]) == 2
