@@ -279,7 +279,7 @@ def uncut_objection(intermediate_size: int, ranks: int) -> Refusal | None:
         TENSOR_PARALLEL,
         ranks,
         f"it does not divide the {groups} groups of {MXFP4_GROUP} columns of an expert in MXFP4",
-        "use fewer, and --data-parallel-size for the others, or `npu-gptoss convert IN OUT --to bf16`",
+        "add --enable-expert-parallel, or use fewer and --data-parallel-size for the others",
     )
 
 

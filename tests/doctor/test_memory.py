@@ -105,12 +105,12 @@ def test_mxfp4_experts_take_a_quarter_so_120b_fits_one_gpu(large):
     only(memory.memory(large, 16384, 1, replace(gpu, mxfp4=False)), "failed", "of BF16 weights and")
 
 
-def test_gpus_that_cannot_cut_mxfp4_are_told_to_convert(model):
+def test_gpus_that_cannot_cut_mxfp4_are_told_to_deal_experts_out(model):
     """The server refuses --tensor-parallel-size 4 alone there, and the doctor called it fine."""
     gpus = Device("cuda", "NVIDIA H200", 4, 139 * GIB, 139 * GIB, mxfp4=True)
     told = {finding.state: finding for finding in memory.memory(model, 16384, 4, gpus)}
     assert "90 groups of 32" in told["warning"].sentence
-    assert "npu-gptoss convert" in told["warning"].remedy
+    assert "--enable-expert-parallel" in told["warning"].remedy
     for fits in (memory.memory(model, 16384, 2, gpus), memory.memory(model, 16384, 4, replace(gpus, mxfp4=False))):
         assert [finding.state for finding in fits] == ["ok"]
 

@@ -28,9 +28,9 @@ QUARK = {
 _LINES = """
 SSSS | --tensor-parallel-size 1
 SSSS | --tensor-parallel-size 2
-SSSA | --tensor-parallel-size 2 --enable-expert-parallel
+SSSS | --tensor-parallel-size 2 --enable-expert-parallel
 SSSS | -tp 2
-UUSA | --tensor-parallel-size=2 -ep
+UUSS | --tensor-parallel-size=2 -ep
 VVVR | --tensor-parallel-size=3
 VVVV | --tensor-parallel-size 0
 VVVV | --max-num-seqs -1

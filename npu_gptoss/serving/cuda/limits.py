@@ -32,7 +32,7 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     positions = model.hf_config.max_position_embeddings  # rows of the table of rotary angles
     mxfp4, wish = bool(getattr(model.hf_config, "quantization_config", None)), envs.get(VARIABLE)
     pipeline, contexts = parallel.pipeline_parallel_size, parallel.prefill_context_parallel_size
-    length = model.max_model_len
+    experts, length = parallel.enable_expert_parallel, model.max_model_len
     why, remedy = "the model is built while its weights load", "give the path of a checkpoint"
     yield config.load_config.load_format == "dummy", Refusal("--load-format", "dummy", why, remedy)
     narrow, skipped = config.cache_config.cache_dtype in FP8_CACHES, config.cache_config.kv_cache_dtype_skip_layers
@@ -41,11 +41,11 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     why = "layers cannot be split over GPUs"
     yield pipeline > 1, Refusal("--pipeline-parallel-size", pipeline, why, "use --tensor-parallel-size")
     if uncut := uncut_objection(model.hf_config.intermediate_size, parallel.tensor_parallel_size):
-        yield mxfp4, uncut
+        yield mxfp4 and not experts, uncut
     why = "experts stay in the checkpoint's format on NVIDIA GPUs"
     yield wish != AUTO and mxfp4 != (wish == PACKED), Refusal(VARIABLE, wish, why, "unset it")
-    why = "on two GPUs it failed at the start, and the mended start was not seen there"
-    yield parallel.enable_expert_parallel, Refusal("--enable-expert-parallel", None, why)
+    why, remedy = "the ranks of --tensor-parallel-size share the experts", "leave out this or --data-parallel-size"
+    yield experts and parallel.data_parallel_size > 1, Refusal("--enable-expert-parallel", None, why, remedy)
     yield contexts > 1, Refusal("--prefill-context-parallel-size", contexts, "each GPU keeps the whole context")
     why = f"the checkpoint has {positions} positions"
     yield length > positions, Refusal("--max-model-len", length, why, "ask for no more")

@@ -98,7 +98,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         self.quantization = vllm_config.model_config.quantization
         self.device, self.dtype = torch.get_default_device(), torch.get_default_dtype()
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.ranks = TensorParallel.of()
+        self.ranks = TensorParallel.of(vllm_config)
         here = self.config if self.ranks is None else self.ranks.shard.local(self.config)
         self.caches = [
             LayerCache(

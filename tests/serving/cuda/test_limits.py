@@ -52,7 +52,6 @@ def refused(config: Having) -> list[str]:
     [
         ({"weight_transfer_config": Having(backend="sharded_rdt")}, "--weight-transfer-config sharded_rdt"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
-        ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
         # vLLM's attention layers read it, of which our model has none
         ({"kv_cache_dtype_skip_layers": ["0", "1"]}, "--kv-cache-dtype-skip-layers 0 1"),
         # vLLM moves parameters, and our weights are none, so it silently moved nothing
@@ -98,10 +97,11 @@ def test_ranks_that_cannot_cut_mxfp4_are_refused_with_a_remedy() -> None:
     """The model itself refused it only after every rank had started, in the offline engine's words."""
     (found,) = asked_for(limits.checks(config_of(hf_config=MXFP4, tensor_parallel_size=4)))
     assert found.asked == "--tensor-parallel-size 4"
-    assert "npu-gptoss convert" in found.remedy
+    assert "--enable-expert-parallel" in found.remedy
     for fits in (
         {"hf_config": MXFP4, "tensor_parallel_size": 2},
         {"hf_config": BF16, "tensor_parallel_size": 4},
+        {"hf_config": MXFP4, "tensor_parallel_size": 4, "data_parallel_size": 1, "enable_expert_parallel": True},
     ):
         assert refused(config_of(**fits)) == []
 

@@ -46,14 +46,15 @@ SIZES = [1, 2, 4, 8, 16]
 FLAGS = (*COMPACT, *SHARE, "--max-model-len", "2048", "--max-num-seqs", str(SIZES[-1]))
 GRAPHED = ("--compilation-config", json.dumps({"cudagraph_capture_sizes": SIZES}))
 TWO = ("--tensor-parallel-size", "2")
-GRAPHS_OF_OURS, STOCK, TENSOR = "ours", "stock", "tensor parallel"
+GRAPHS_OF_OURS, STOCK, TENSOR, EXPERT = "ours", "stock", "tensor parallel", "expert parallel"
 # flags, variables
 SERVERS = {
     GRAPHS_OF_OURS: (GRAPHED, {}),
     STOCK: (("--enforce-eager",), {"NPU_GPTOSS": "0"}),
     TENSOR: ((*GRAPHED, *TWO), {}),
+    EXPERT: ((*GRAPHED, *TWO, "--enable-expert-parallel"), {}),
 }
-ON_TWO = (TENSOR,)
+ON_TWO = (TENSOR, EXPERT)
 TOKENS = 40
 # Answers are compared up to their end, or so far. Behind it fp32 itself hardly prefers a token: there two CPU ranks of
 # the offline engine, in bfloat16, part from one rank with regrets of up to 0.65, before it nowhere.
