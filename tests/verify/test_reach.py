@@ -50,7 +50,7 @@ def test_each_program_is_called(name: str) -> None:
 
 @pytest.mark.parametrize("name", FOR_CUDA)
 def test_each_mutation_shows_in_the_calls_of_each_program(name: str) -> None:
-    """A program without the calls that show a mistake could make it and pass."""
+    """A program without the calls that show a mistake could make it and pass. The right answer passes."""
     check = check_of(name)
     for spec, calls in groupby(calls_of(name), key=itemgetter(0)):
         unseen = {mutation.name: mutation for mutation in check.mutations}
@@ -63,6 +63,7 @@ def test_each_mutation_shows_in_the_calls_of_each_program(name: str) -> None:
             made |= answers.keys()
             want = check.definition(call.inputs)
             sizes = check.sizes(call.inputs) if check.sizes and spec.precision == "bfloat16" else None
+            assert check.judge(want, want, spec.precision, sizes).ok, f"{spec}: the right answer is called wrong"
             for name, wrong in answers.items():
                 if not check.judge(wrong, want, spec.precision, sizes).ok:
                     del unseen[name]

@@ -25,7 +25,7 @@ from npu_gptoss.serving.compat.targets import ALL, CORE
 
 UNTIL = "vLLM's /health asks its engine"
 STEP_BEGAN = "_npu_gptoss_step_began"  # of an EngineCore: when its current step began, None between two steps
-CALL = -2  # vLLM numbers its calls by time, all above 0; -1 is a notification of 0.23's data parallel engines
+CALL = -(1 << 40)  # vLLM numbers its calls by time, all above 0, and its notifications -1 (0.23) and -2 (0.33)
 INTERVAL = 1.0  # seconds between two messages
 SILENCE = 10.0  # seconds without a message after which an engine counts as hung
 GRACE = 2.0  # seconds that a silent engine gets when /health asks: the server itself may have been busy
