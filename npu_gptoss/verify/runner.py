@@ -7,11 +7,12 @@ calls everything: all edge shapes and random calls of each kernel, and the self-
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -118,47 +119,62 @@ def targets(device: torch.device, wanted: str | None = None) -> tuple[list[Targe
     return sorted(found, key=lambda target: target.name), elsewhere
 
 
-def verify(
+def verify(target: Target, device: torch.device, *, seed: int, cases: int, **options: Any) -> Report:
+    """All calls of one target. options: of `verify_spec`."""
+    return _whole(target, (verify_spec(target, spec, device, **options) for spec in _specs(target, seed, cases)))
+
+
+def _whole(target: Target, parts: Iterable[Report]) -> Report:
+    """One report of those of a target's specs."""
+    report = Report(target)
+    for part in parts:
+        report.calls += part.calls
+        report.mutations += part.mutations
+        report.notes += part.notes
+    if target.self_test:
+        return report
+    if target.check is None:
+        kernel = target.kernel
+        report.reasons.append(f"there is no check of the operation {kernel.family}.{kernel.mode}")
+    elif not report.calls:
+        report.reasons.append(_nothing_fits(target))
+    elif target.kernel is not None and (left := list(not_made(target.kernel, target.check))):
+        report.notes.append(f"not verified in {', '.join(left)}: no such calls are made here")
+    return report
+
+
+def verify_spec(
     target: Target,
+    spec: CallSpec | None,
     device: torch.device,
     *,
-    seed: int,
-    cases: int,
     mutate: bool = False,
     ledger: Sequence[KnownFailure] = KNOWN_FAILURES,
 ) -> Report:
-    """All calls of one target. mutate: also checks that each known mistake would have been found by them."""
+    """The calls of one spec of a target; None: of its self-test. mutate: also checks that each known mistake would have
+    been found by them."""
     report, check = Report(target), target.check
-    if target.self_test:
+    if spec is None:
         found = SELF_TESTS[target.self_test](whole(device, REPEATS))
         report.calls += [_named(result) for result in found]
         if target.self_test in HARMLESS:
             report.notes += [line for result in report.calls for line in result.lines]
             report.calls = [result for result in report.calls if not result.wrong]
         return report
-    if check is None:
-        kernel = target.kernel
-        report.reasons.append(f"there is no check of the operation {kernel.family}.{kernel.mode}")
-        return report
-    for spec in _specs(target, seed, cases):
-        kept: list[tuple[Call, Outputs, Outputs | None, Outputs]] = []
-        for call in fitting(target, check.calls(spec), spec):
-            want, sizes = check.wanted(call.inputs, spec.precision)
-            result, got = checked(
-                call.name,
-                lambda call=call: changed(check.run(on(call.inputs, device), target.name), lambda t: t.cpu()),
-                lambda got, want=want, sizes=sizes, spec=spec: check.judge(got, want, spec.precision, sizes),
-                dtypes=str(spec),
-            )
-            report.calls.append(_by_ledger(result, target, ledger))
-            if mutate and report.calls[-1].state == PASSED:
-                kept.append((call, want, sizes, got))
-        if mutate and kept:
-            report.mutations += _mutations(check, kept, spec)
-    if not report.calls:
-        report.reasons.append(_nothing_fits(target))
-    elif target.kernel is not None and (left := list(not_made(target.kernel, check))):
-        report.notes.append(f"not verified in {', '.join(left)}: no such calls are made here")
+    kept: list[tuple[Call, Outputs, Outputs | None, Outputs]] = []
+    for call in fitting(target, check.calls(spec), spec):
+        want, sizes = check.wanted(call.inputs, spec.precision)
+        result, got = checked(
+            call.name,
+            lambda call=call: changed(check.run(on(call.inputs, device), target.name), lambda t: t.cpu()),
+            lambda got, want=want, sizes=sizes: check.judge(got, want, spec.precision, sizes),
+            dtypes=str(spec),
+        )
+        report.calls.append(_by_ledger(result, target, ledger))
+        if mutate and report.calls[-1].state == PASSED:
+            kept.append((call, want, sizes, got))
+    if kept:
+        report.mutations += _mutations(check, kept, spec)
     return report
 
 
@@ -169,7 +185,13 @@ def _named(result: Result) -> Result:
     return result
 
 
-def _specs(target: Target, seed: int, cases: int) -> Iterator[CallSpec]:
+def _specs(target: Target, seed: int, cases: int) -> Iterator[CallSpec | None]:
+    """None for a self-test."""
+    if target.self_test:
+        yield None
+        return
+    if target.check is None:
+        return
     if target.kernel is not None:
         yield from specs_of(target.kernel, target.check, seed, cases)
         return
@@ -228,22 +250,28 @@ def _mutations(
 # --- in several processes: the definition works on one core, and a GPU's kernels wait for it
 
 
-def reports(found: Sequence[Target], device: torch.device, jobs: int, **options: Any) -> Iterator[Report]:
-    """In the order of the targets. options: of `verify`."""
+def reports(
+    found: Sequence[Target], device: torch.device, jobs: int, *, seed: int, cases: int, **options: Any
+) -> Iterator[Report]:
+    """In the order of the targets. options: of `verify_spec`."""
     if jobs == 1:
-        yield from (verify(target, device, **options) for target in found)
+        yield from (verify(target, device, seed=seed, cases=cases, **options) for target in found)
         return
-    work = partial(_by_name, device=str(device), **options)
+    # a spec is a piece of work: some kernels take a minute, and have a spec for each combination of dtypes
+    counts = [len(list(_specs(target, seed, cases))) for target in found]
+    pieces = [(target.name, number) for target, count in zip(found, counts, strict=True) for number in range(count)]
+    work = partial(_piece, device=str(device), seed=seed, cases=cases, **options)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for target, parts in zip(found, pool.map(work, [target.name for target in found]), strict=True):
-            yield Report(target, *parts)
+        parts = pool.map(work, *zip(*pieces, strict=True))
+        for target, count in zip(found, counts, strict=True):
+            yield _whole(target, (Report(target, *part) for part in islice(parts, count)))
 
 
-def _by_name(name: str, *, device: str, **options: Any) -> tuple[Any, ...]:
-    """The parts of a report without its target, which cannot be sent between processes."""
+def _piece(name: str, number: int, *, device: str, seed: int, cases: int, **options: Any) -> tuple[Any, ...]:
+    """The parts of a spec's report without its target, which cannot be sent between processes."""
     load_kernels()
     where = torch.device(device)
     with kernels_for(where), torch.inference_mode(), one_thread():
         target = next(each for each in targets(where, name)[0] if each.name == name)
-        report = verify(target, where, **options)
+        report = verify_spec(target, next(islice(_specs(target, seed, cases), number, None)), where, **options)
     return report.calls, report.mutations, report.reasons, report.notes
