@@ -1,29 +1,27 @@
 """Anthropic's messages: reads a request of /v1/messages, and turns an engine's steps into its answer.
 
-`_Blocks` makes the blocks of an answer: a stream sends each change, a whole answer the final state. Consecutive parts
-of a turn of the same kind make one block, so that a client that reads only the first text block has all of it. The
-front end does not read Anthropic's headers.
+The front end does not read Anthropic's headers.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.message_blocks import INVALID_JSON, TOOL_CHANGES, conversation
+from npu_gptoss.frontend.message_blocks import conversation
+from npu_gptoss.frontend.message_output import Blocks, line_of
+from npu_gptoss.frontend.message_tools import tools_of
 from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading
-from npu_gptoss.frontend.sample import Facts, Sample, new_id
+from npu_gptoss.frontend.sample import Facts, Sample
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
-from npu_gptoss.frontend.tools import Tools, is_hosted, read_tools
-from npu_gptoss.frontend.turn import Event, Turn
-from npu_gptoss.harmony.conversation import expected, fields_of, mapping, sequence
+from npu_gptoss.frontend.turn import Turn
+from npu_gptoss.harmony.conversation import expected, mapping, sequence
 from npu_gptoss.harmony.encoding import ContextError
-from npu_gptoss.harmony.parser import Kind
 
 Json = dict[str, Any]
 
@@ -60,12 +58,6 @@ _KNOWN = READ | PASSED | WITHOUT_EFFECT | LEFT_OUT.keys() | REFUSED.keys()
 THINKING_OFF = "thinking: disabled"  # counts as an effort: gpt-oss always reasons
 EFFORTS = {"xhigh": "high", "max": "high", THINKING_OFF: "low"}
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
-CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
-SIGNATURE = "bnB1X2dwdG9zcw=="  # of thinking; clients expect one and send it back; it is not read
-# Anthropic's own tools have a date: bash_20250124, tool_search_tool_bm25_20251119
-_DATED = re.compile(r"\w+_\d{8}|mcp_toolset")
-# Placeholder for a tool that is left out, so that later tools keep their numbers
-_NO_TOOL = {"type": "namespace", "name": "left_out", "tools": ()}
 # HTTP status -> type of an error
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -140,7 +132,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
     efforts = EFFORTS | dict(defaults.efforts)
     defaults = replace(defaults, efforts=efforts, effort=defaults.effort if with_reasoning else THINKING_OFF)
     config = mapping(body.get("output_config"), "output_config")
-    tools = _tools(body, warnings)
+    tools = tools_of(body, warnings)
     turns, continued = conversation(body, warnings)
     asked = ask(
         body,
@@ -185,226 +177,6 @@ def _stop_sequences(body: Mapping[str, Any]) -> Sequence[str]:
     return given
 
 
-def _tools(body: Mapping[str, Any], warnings: list[str]) -> Tools:
-    given, choice = sequence(body.get("tools"), "tools"), body.get("tool_choice")
-    functions = [_function(tool, f"tools[{number}]", warnings) for number, tool in enumerate(given)]
-    if functions and all(function is _NO_TOOL for function in functions):
-        # Claude Code's web search is such a request: it would present invented text as search results
-        kind = fields_of(given[0]).get("type")
-        raise expected("tools[0].type", "at least one tool with an input_schema", kind, " This server does not run it.")
-    _change_tools(functions, body["messages"], _deferred(given, body["messages"]), warnings)
-    if choice is None:
-        return read_tools(functions)
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind not in CHOICES:
-        raise expected("tool_choice.type", ", ".join(CHOICES), kind or choice)
-    wanted = {"type": "function", "name": choice.get("name")} if kind == "tool" else CHOICES[kind]
-    return read_tools(functions, wanted, parallel=choice.get("disable_parallel_tool_use") is not True)
-
-
-def _function(tool: Any, place: str, warnings: list[str]) -> Any:
-    """Converts a tool to the form of /v1/responses, which `read_tools` reads."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if isinstance(tool, Mapping) and kind in (None, "custom"):
-        schema = tool.get("input_schema")
-        if not isinstance(schema, Mapping):
-            raise expected(f"{place}.input_schema", "a JSON schema", schema)
-        own = {name: tool.get(name) for name in ("name", "description", "strict")}
-        return {"type": "function", **own, "parameters": {"type": "object"} | dict(schema)}
-    if is_hosted(kind) or (isinstance(kind, str) and _DATED.fullmatch(kind)):
-        name = tool.get("name") or tool.get("mcp_server_name")
-        named = f" ({name:.80})" if isinstance(name, str) else ""
-        warnings.append(f"{place} is left out: this server runs no tool of type {kind:.80}{named}")
-        return _NO_TOOL
-    return tool
-
-
-def _deferred(tools: Sequence[Any], messages: Sequence[Any]) -> set[Any]:
-    """Returns the tools with `defer_loading` that the prompt hides, because no `tool_reference` names them yet.
-
-    All are shown if the model cannot search for them: Anthropic's servers would search, or no other tool exists.
-    """
-    fields = [fields_of(tool) for tool in tools]
-    names = {tool.get("name") for tool in fields if tool.get("defer_loading")}
-    found_by_server = any(str(tool.get("type")).startswith("tool_search") for tool in fields)
-    own = {tool.get("name") for tool in fields if tool.get("type") in (None, "custom")}
-    if found_by_server or own <= names:
-        return set()
-    return names.difference(_references([fields_of(message) for message in messages]))
-
-
-def _references(blocks: Any) -> Iterator[Any]:
-    """Yields the names in `tool_reference` blocks, nested blocks included."""
-    for fields in map(fields_of, blocks if isinstance(blocks, list) else ()):
-        if fields.get("type") == "tool_reference":
-            yield fields.get("tool_name")
-        yield from _references(fields.get("content"))
-
-
-def _change_tools(functions: list[Any], messages: Sequence[Any], removed: set[Any], warnings: list[str]) -> None:
-    """Applies the blocks of system messages that add and remove tools: the prompt shows the final set.
-
-    removed: names that are hidden unless a block adds them.
-    """
-    for number, message in enumerate(messages):
-        content = fields_of(message).get("content")
-        for index, block in enumerate(content if isinstance(content, list) else ()):
-            fields = fields_of(block)
-            if fields.get("type") not in TOOL_CHANGES:
-                continue
-            place = f"messages[{number}].content[{index}].tool"
-            tool = fields_of(fields.get("tool"))
-            adds, kind, name = fields["type"] == "tool_addition", tool.get("type"), tool.get("name")
-            if adds and kind == "tool_definition":
-                added = _function(tool.get("definition"), f"{place}.definition", warnings)
-                name = fields_of(added).get("name")
-                functions[:] = [_NO_TOOL if _is_named(one, name) else one for one in functions] + [added]
-            elif kind != "tool_reference":
-                warnings.append(f"{place} is left out: this server runs no tool of type {kind!r:.80}")
-                continue
-            elif not any(_is_named(one, name) for one in functions):
-                raise expected(f"{place}.name", "the name of a tool", name)
-            (removed.discard if adds else removed.add)(name)
-    functions[:] = [_NO_TOOL if any(_is_named(one, name) for name in removed) else one for one in functions]
-
-
-def _is_named(tool: Any, name: Any) -> bool:
-    return tool is not _NO_TOOL and name is not None and fields_of(tool).get("name") == name
-
-
-# kind of a part -> type of its block, type of a change, and the field of the text in a change
-_TYPES = {
-    Kind.ANSWER: ("text", "text_delta", "text"),
-    Kind.REASONING: ("thinking", "thinking_delta", "thinking"),
-    Kind.CALL: ("tool_use", "input_json_delta", "partial_json"),
-}
-# In a call's arguments: characters that begin or end a JSON string, and characters that a string must escape
-_MARKS = re.compile(r'\\.|["\x00-\x1f]', re.DOTALL)
-
-
-@dataclass
-class _Block:
-    """A block of an answer. part: the number of the turn's last part in it. quoted: within a string of arguments."""
-
-    index: int
-    kind: Kind
-    part: int
-    name: str = ""
-    id: str = ""
-    text: str = ""
-    quoted: bool = False
-    held: str = ""  # a backslash whose next character has not come
-
-    def arguments(self, text: str) -> str:
-        """Returns the next text of a call's arguments. Models write line ends into JSON strings and streaming clients
-        fail on them, so they are escaped."""
-        text, self.held = self.held + text, ""
-        if '"' not in text and "\\" not in text and text.isprintable():
-            return text
-
-        def mark(found: re.Match[str]) -> str:
-            self.quoted ^= found[0] == '"'
-            return json.dumps(found[0])[1:-1] if self.quoted and found[0] < " " else found[0]
-
-        if (len(text) - len(text.rstrip("\\"))) % 2:
-            text, self.held = text[:-1], "\\"
-        return _MARKS.sub(mark, text)
-
-    def shown(self) -> Json:
-        """Returns the block for a whole answer."""
-        if self.kind is Kind.CALL:
-            return {"type": "tool_use", "id": self.id, "name": self.name, "input": _input(self.text)}
-        kind, _, name = _TYPES[self.kind]
-        signature = {"signature": SIGNATURE} if self.kind is Kind.REASONING else {}
-        return {"type": kind, name: self.text} | signature
-
-    def start(self) -> str:
-        kind, _, name = _TYPES[self.kind]
-        block: Json = {"type": kind}
-        block |= {"id": self.id, "name": self.name, "input": {}} if self.kind is Kind.CALL else {name: ""}
-        block |= {"signature": ""} if self.kind is Kind.REASONING else {}
-        return _event("content_block_start", index=self.index, content_block=block)
-
-    def delta(self, text: str) -> str:
-        """Formats the event without json.dumps of the whole, because every token needs one."""
-        _, kind, name = _TYPES[self.kind]
-        return (
-            f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {self.index}, "delta": '
-            f'{{"type": "{kind}", "{name}": {json.dumps(text, ensure_ascii=False)}}}}}\n\n'
-        )
-
-    def stop(self) -> str:
-        signed = {"type": "signature_delta", "signature": SIGNATURE}
-        first = _event("content_block_delta", index=self.index, delta=signed) if self.kind is Kind.REASONING else ""
-        rest = self.delta(self.held) if self.held else ""
-        return first + rest + _event("content_block_stop", index=self.index)
-
-
-def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
-
-
-def _input(text: str) -> Json:
-    """Returns a call's input from the model's arguments, which may be cut off or no JSON: see INVALID_JSON."""
-    try:
-        value = json.loads(text or "{}", strict=False)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Infinity and lone surrogates are no JSON
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {INVALID_JSON: text}
-
-
-class _Blocks:
-    """The blocks of an answer so far; `read` adds events of its turn."""
-
-    def __init__(self) -> None:
-        self.all: list[_Block] = []
-        self._open: _Block | None = None
-
-    def read(self, events: Sequence[Event]) -> list[str]:
-        """Returns the lines that a stream sends for these events."""
-        lines: list[str] = []
-        for event in events:
-            part, kind = event.part, event.part.kind
-            if kind is not Kind.CALL and event.what != "more":
-                continue
-            block, text = self._open, event.text
-            if block is None or block.kind is not kind or event.what == "begun":
-                lines += self.close()
-                block = self._open = self._begun(kind, part.number, part.name)
-                lines.append(block.start())
-            if block.part != part.number:
-                text, block.part = f"\n{text}", part.number
-            if text := block.arguments(text) if kind is Kind.CALL else text:
-                block.text += text
-                lines.append(block.delta(text))
-            if event.what == "ended":
-                lines += self.close()
-        return lines
-
-    def close(self) -> list[str]:
-        """Ends the open block."""
-        block, self._open = self._open, None
-        if block is None:
-            return []
-        line = block.stop()
-        block.text, block.held = block.text + block.held, ""
-        return [line]
-
-    def end(self) -> list[str]:
-        """Ends the answer. An empty answer gets an empty text: clients read the first block."""
-        lines = self.close()
-        if not self.all:
-            self._open = self._begun(Kind.ANSWER, 0, None)
-            lines = [self._open.start(), *self.close()]
-        return lines
-
-    def _begun(self, kind: Kind, part: int, name: str | None) -> _Block:
-        block = _Block(len(self.all), kind, part, name or "", new_id("toolu") if kind is Kind.CALL else "")
-        self.all.append(block)
-        return block
-
-
 class Answer(sample.Answer):
     """The answer to a request of messages. A stream sends the events of a step together."""
 
@@ -412,7 +184,7 @@ class Answer(sample.Answer):
         self.request = request
         self.sample = Sample(new_turn())
         super().__init__([self.sample], facts)
-        self._blocks = _Blocks()
+        self._blocks = Blocks()
         self._opened = False
 
     @property
@@ -453,12 +225,12 @@ class Answer(sample.Answer):
         return ["".join(lines)] if lines else []
 
     def end(self) -> list[str]:
-        last = _event("message_delta", delta=self.stop, usage=self.usage, **self.extra) + _event("message_stop")
+        last = line_of("message_delta", delta=self.stop, usage=self.usage, **self.extra) + line_of("message_stop")
         return ["".join([*self._opening(), *self._blocks.end(), last])]
 
     def _opening(self) -> list[str]:
         opened, self._opened = self._opened, True
-        return [] if opened else [_event("message_start", message=self._message([]))]
+        return [] if opened else [line_of("message_start", message=self._message([]))]
 
     def _lines(self, piece: Piece) -> list[str]:
         if self.sample.finish is not None:
