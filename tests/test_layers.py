@@ -84,7 +84,7 @@ def test_no_module_imports_a_higher_tier(path):
 def test_start_check_loads_no_model_and_no_engine_of_verify():
     """A server's start runs the short self-tests; the checks of `npu-gptoss verify` would import the engine."""
     heavy = {"model", "engine", "serving", "tiny"}
-    light = ["cases", "compare", "rank", "tolerances"]
+    light = ["attention_cases", "cases", "compare", "dense_cases", "moe_cases", "rank", "tolerances"]
     light += [f"self_test/{name}" for name in ("attention", "dense", "experts", "record")]
     names = {f"verify.{name.replace('/', '.')}" for name in light} | {"verify", "verify.self_test"}
     for path in [PACKAGE / "verify" / f"{name}.py" for name in light]:

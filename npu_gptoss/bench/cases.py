@@ -1,4 +1,4 @@
-"""The calls that `bench kernel` times: every operation at gpt-oss's shapes, with inputs of `verify.cases`."""
+"""The calls that `bench kernel` times: every operation at gpt-oss's shapes, with inputs of `verify`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from npu_gptoss.kernels import Described, Operation, signature
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe import mxfp4, packed
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, experts_call, route_call
-from npu_gptoss.verify import cases
-from npu_gptoss.verify.cases import DenseInputs, Shape, Sizes, Step, as_decode, make_step
+from npu_gptoss.verify import moe_cases
+from npu_gptoss.verify.attention_cases import Shape, Step, as_decode, make_step
+from npu_gptoss.verify.dense_cases import DenseInputs, Sizes
 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose experts a rotation walks over on a GPU, where a step is small
@@ -186,7 +187,7 @@ def expand_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     def make(slots: int) -> dict[str, Any]:
         return {
             "packed": packed.pack(
-                *cases.random_mxfp4((experts, columns, depth), cases.STD, inputs.generator), halves=True
+                *moe_cases.random_mxfp4((experts, columns, depth), moe_cases.STD, inputs.generator), halves=True
             ),
             "experts": torch.arange(slots, dtype=torch.int32, device=inputs.device),
             "out": torch.empty(slots, depth, columns, dtype=torch.bfloat16, device=inputs.device),
@@ -234,7 +235,7 @@ def _experts(inputs: Inputs, ids: torch.Tensor, form: str, kernel: str) -> Calls
     tokens, top_k = ids.shape[1:]
     layers = min(LAYERS, len(ids)) if inputs.device.type == "cuda" else 1
     name = ROLES.get(form, inputs.dtype_name)
-    drawn = (cases.random_experts(name, inputs.dtype, inputs.generator, *inputs.experts) for _ in range(layers))
+    drawn = (moe_cases.random_experts(name, inputs.dtype, inputs.generator, *inputs.experts) for _ in range(layers))
     stack = [moe.prepare_experts(weights, top_k=top_k, kernel=kernel) for weights in drawn]
     calls: Calls = []
     for number, each in enumerate(ids.to(inputs.device)):

@@ -22,7 +22,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import expected_tensors
 from npu_gptoss.moe.mxfp4 import GROUP
 from npu_gptoss.tiny.checkpoint import tiny_config
-from npu_gptoss.verify.cases import STD, random_mxfp4
+from npu_gptoss.verify.moe_cases import STD, random_mxfp4
 
 SHAPES = {"20b": (24, 32), "120b": (36, 128)}  # layers, experts
 LAYOUTS = ("mxfp4", "bf16")

@@ -15,7 +15,7 @@ from npu_gptoss.bench.measure import copy_bandwidth
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.nominal import memory_bandwidth
-from npu_gptoss.verify.cases import WINDOW
+from npu_gptoss.verify.attention_cases import WINDOW
 from npu_gptoss.verify.compare import Result
 from npu_gptoss.verify.rank import Rank, is_slow, whole
 from npu_gptoss.verify.self_test.all import SELF_TESTS, not_here

@@ -10,8 +10,9 @@ import torch
 from npu_gptoss import attention
 from npu_gptoss.attention import paged_attention, write_kv_cache
 from npu_gptoss.attention.operations import FP8, KV_DTYPES, PAGED, WRITE_KV
+from npu_gptoss.verify.attention_cases import LARGE_STEPS, STEPS, WINDOW, Shape, as_decode, make_step, plant
 from npu_gptoss.verify.calls import Call, CallSpec, Check
-from npu_gptoss.verify.cases import LARGE_STEPS, STEPS, WINDOW, Inputs, Shape, as_decode, make_step, plant, widened
+from npu_gptoss.verify.cases import Inputs, widened
 from npu_gptoss.verify.compare import Outputs
 
 HEAD_DIMS, BLOCK_SIZES = (64, 128, 32, 16), (16, 128, 32, 64, 256, 48, 512)

@@ -15,8 +15,9 @@ from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT
 from npu_gptoss.kernels import Operation
 from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.verify.calls import Call, CallSpec, Check
-from npu_gptoss.verify.cases import UNTOUCHED, DenseInputs, Inputs, Sizes
+from npu_gptoss.verify.cases import Inputs
 from npu_gptoss.verify.compare import Outputs
+from npu_gptoss.verify.dense_cases import UNTOUCHED, DenseInputs, Sizes
 
 HEAD_DIMS = (64, 16, 128, 32)
 BOTH = (True, False)

@@ -11,8 +11,9 @@ from npu_gptoss.moe import expert_mlp, mxfp4, operations, packed, prepare_expert
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import OWN, Call, CallSpec, Check
-from npu_gptoss.verify.cases import Inputs, bits, chosen, expert_inputs
+from npu_gptoss.verify.cases import Inputs, bits
 from npu_gptoss.verify.compare import Outputs
+from npu_gptoss.verify.moe_cases import chosen, expert_inputs
 
 GPT_OSS = 2880  # its hidden and its intermediate size: as many steps in a kernel's loop as in a server
 

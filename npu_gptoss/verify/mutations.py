@@ -21,7 +21,8 @@ from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.dense import Shortlist
 from npu_gptoss.graphs.state import NOBODY, DecodeState
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts
-from npu_gptoss.verify.cases import WINDOW, Inputs
+from npu_gptoss.verify.attention_cases import WINDOW
+from npu_gptoss.verify.cases import Inputs
 from npu_gptoss.verify.compare import Outputs
 
 Definition = Callable[[Inputs], Outputs]

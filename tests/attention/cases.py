@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from npu_gptoss.attention import paged_attention
-from npu_gptoss.verify import cases
-from npu_gptoss.verify.cases import GPT_OSS, STEPS, WINDOW, Shape, as_decode
+from npu_gptoss.verify import attention_cases
+from npu_gptoss.verify.attention_cases import GPT_OSS, STEPS, WINDOW, Shape, as_decode
 from tests.tolerances import assert_close
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE = 8, 2, 64, 16, 64**-0.5
 
 
-class Step(cases.Step):
+class Step(attention_cases.Step):
     def run(self, **changes: object) -> torch.Tensor:
         return paged_attention(**{**self.inputs(None), **changes})
 
@@ -41,9 +41,9 @@ def make_step(
     shape: Shape | None = None,
     device: str = "cpu",
 ) -> Step:
-    """The steps of `npu-gptoss verify` (`npu_gptoss/verify/cases.py`), in one dtype."""
+    """The steps of `npu-gptoss verify` (`npu_gptoss/verify/attention_cases.py`), in one dtype."""
     shape = shape or Shape(block_size=BLOCK_SIZE)  # which a test may have changed
-    drawn = cases.make_step(requests, shape, torch.Generator().manual_seed(seed), padding).to(device, dtype)
+    drawn = attention_cases.make_step(requests, shape, torch.Generator().manual_seed(seed), padding).to(device, dtype)
     return Step(**{f.name: getattr(drawn, f.name) for f in dataclasses.fields(drawn)})
 
 

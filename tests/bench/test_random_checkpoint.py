@@ -12,7 +12,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import check_checkpoint, iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe.mxfp4 import expand
-from npu_gptoss.verify.cases import STD, random_mxfp4, scales_of
+from npu_gptoss.verify.moe_cases import STD, random_mxfp4, scales_of
 from tests.checkpoints import random_config
 from tests.model.published import published_config
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from npu_gptoss.attention import AttentionMetadata
-from npu_gptoss.verify.cases import Sizes
+from npu_gptoss.verify.dense_cases import Sizes
 
 __all__ = ["Case", "Outputs", "Sizes", "make_case"]
 

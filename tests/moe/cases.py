@@ -12,7 +12,7 @@ from npu_gptoss.moe import AnyExperts, ExpertWeights, expert_mlp, prepare_expert
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.adapters import ExpertAdapters, ExpertPair
 from npu_gptoss.moe.triton import tuned
-from npu_gptoss.verify.cases import local_share, random_experts
+from npu_gptoss.verify.moe_cases import local_share, random_experts
 from tests.tolerances import assert_close
 
 __all__ = [

@@ -11,7 +11,7 @@ from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import AnyExperts
 from npu_gptoss.moe.adapters import ExpertAdapters, ExpertPair
 from npu_gptoss.moe.triton.layout import bands, prepare
-from npu_gptoss.verify.cases import random_experts
+from npu_gptoss.verify.moe_cases import random_experts
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, adapted, close
 from tests.triton import TRITON_HERE
 

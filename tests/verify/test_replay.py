@@ -23,8 +23,9 @@ from npu_gptoss.moe import ascend, quantize_fp8
 from npu_gptoss.moe.triton import layout
 from npu_gptoss.verify import replay
 from npu_gptoss.verify.calls import CallSpec, specs_of
-from npu_gptoss.verify.cases import expert_inputs, on, random_experts
+from npu_gptoss.verify.cases import on
 from npu_gptoss.verify.checks import CHECKS
+from npu_gptoss.verify.moe_cases import expert_inputs, random_experts
 from tests import ascend_ops
 from tests.markdown import ROOT
 

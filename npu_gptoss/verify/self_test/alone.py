@@ -18,8 +18,8 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.moe import expert_mlp, prepare_experts, route
 from npu_gptoss.moe.expert_format import FRACTAL_NZ, VARIABLE
-from npu_gptoss.verify.cases import TOP_K
 from npu_gptoss.verify.compare import FAILED, Outputs, Result, by_rows, checked
+from npu_gptoss.verify.moe_cases import TOP_K
 from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.experts import CASES, Layer, results_of
 

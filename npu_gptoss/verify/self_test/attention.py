@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from npu_gptoss.verify.cases import WINDOW, Shape, Step, make_step
+from npu_gptoss.verify.attention_cases import WINDOW, Shape, Step, make_step
 from npu_gptoss.verify.compare import Result, checked, compare
 from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.tolerances import ATTENTION_ROWS, EXACT

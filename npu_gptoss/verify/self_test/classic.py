@@ -16,9 +16,11 @@ from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import expert_mlp, prepare_experts, route
 from npu_gptoss.moe.operations import EXPERTS
-from npu_gptoss.verify.cases import WINDOW, Inputs, Shape, expert_inputs, make_step, on, plant
+from npu_gptoss.verify.attention_cases import WINDOW, Shape, make_step, plant
+from npu_gptoss.verify.cases import Inputs, on
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.compare import FAILED, Outputs, Result, by_rows, checked, compare
+from npu_gptoss.verify.moe_cases import expert_inputs
 from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.attention import SHAPE, UNUSED
 from npu_gptoss.verify.tolerances import ROWS

@@ -15,8 +15,9 @@ import torch
 from npu_gptoss import dense
 from npu_gptoss.dense.operations import ROTATE_WRITE
 from npu_gptoss.kernels import current_platform, platform_override
-from npu_gptoss.verify.cases import DenseInputs, Inputs, Sizes, on, poison, widened
+from npu_gptoss.verify.cases import Inputs, on, poison, widened
 from npu_gptoss.verify.compare import Outputs, Result, by_rows, checked
+from npu_gptoss.verify.dense_cases import DenseInputs, Sizes
 from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.self_test.attention import HEAD_DIM
 

@@ -19,8 +19,9 @@ import torch
 from npu_gptoss.moe import ExpertWeights, PreparedExperts, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
-from npu_gptoss.verify.cases import TOP_K, chosen, expert_map, poison
+from npu_gptoss.verify.cases import poison
 from npu_gptoss.verify.compare import Outputs, Result, Verdict, by_rows, checked, compare
+from npu_gptoss.verify.moe_cases import TOP_K, chosen, expert_map
 from npu_gptoss.verify.rank import Rank
 from npu_gptoss.verify.tolerances import EXACT, GATE_ROWS
 

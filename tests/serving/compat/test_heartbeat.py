@@ -61,8 +61,8 @@ def test_unrequested_message_leaves_real_calls_alone() -> None:
 
 
 def test_call_number_is_none_of_vllms_own() -> None:
-    """Servers of 0.23's data parallel engines would treat the first message as the engine's death, and 0.33's would keep
-    each as the state of a fault, unread by /health."""
+    """Servers of 0.23's data parallel engines would treat the first message as the engine's death, and 0.33's would
+    keep each as the state of a fault, unread by /health."""
     vllms = {value for name, value in vars(vllm_engine).items() if name.endswith("_CALL_ID")}
     assert len(vllms) == (0 if OLD else 2 if "FT_STATUS_CALL_ID" in vars(vllm_engine) else 1)
     assert pulse.CALL not in vllms
