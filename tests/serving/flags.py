@@ -37,7 +37,7 @@ def verdict(model: str, line: str) -> dict[str, Any]:
             # a parser of reasoning reads the tokenizer, which takes its time
             text = () if "--reasoning-parser" in words else ("--skip-tokenizer-init",)
             arguments = parsed("--model", model, *text, *words[len(variables) :])
-        AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
         if here().name == "0.11":
             assert vllm_envs.VLLM_USE_V1  # as its server does next
     except SystemExit:
@@ -46,7 +46,9 @@ def verdict(model: str, line: str) -> dict[str, Any]:
         refusals = aside.refusals_of(error)
         kind = OURS if ends._ours(error) else VLLMS
         return {"verdict": kind, "fields": [r.option for r in refusals], "said": ends.sentence(error)}
-    return {"verdict": ASIDE if aside.stepped_aside() else STARTS, "fields": [], "said": ""}
+    graphs = config.compilation_config.cudagraph_mode
+    told = {"verdict": ASIDE if aside.stepped_aside() else STARTS, "fields": [], "said": ""}
+    return told | {"graphs": None if graphs is None else graphs.name}
 
 
 def main(model: str) -> None:

@@ -198,8 +198,9 @@ def test_asynchronous_scheduling_is_refused_with_graphs_only(right_stack, mode):
     ],
 )
 def test_on_0_23_pieces_are_not_replayed_without_order(monkeypatch, caplog, asked, asynchronous, chosen):
-    for name in ("GRAPHS", "WITHOUT_ORDER"):
-        monkeypatch.setattr(ascend_0_11, name, getattr(ascend_0_23, name))
+    monkeypatch.setattr(ascend_0_11, "WITHOUT_ORDER", ascend_0_23.WITHOUT_ORDER)
+    monkeypatch.setattr(ascend_0_11, "default_graphs", lambda config: "FULL_DECODE_ONLY")
+    monkeypatch.setattr(ascend_0_11, "runs_ahead", lambda config: config.scheduler_config.async_scheduling is not False)
     config = configuration(async_scheduling=asynchronous, cudagraph_mode=asked and CUDAGraphMode[asked])
     caplog.set_level(logging.WARNING, logger="vllm.npu_gptoss")
     limits.choose_graphs(config)
@@ -231,7 +232,16 @@ def test_sizes_are_capped_unless_the_user_chose_them():
     assert many.scheduler_config.cuda_graph_sizes == sizes.capture_sizes(400)
     drafting = configuration(speculative_config=SimpleNamespace(num_speculative_tokens=3))
     sizes.cap(drafting)
-    assert drafting.scheduler_config.cuda_graph_sizes == sizes.capture_sizes(64)
+    assert drafting.scheduler_config.cuda_graph_sizes == [1, 2, 4, 8, 16, 24, 32, 64]
+
+
+def test_drafts_multiply_rows_and_not_the_number_of_graphs():
+    """With pieces each is captured once a layer."""
+    without, with_three = sizes.capture_sizes(256), sizes.capture_sizes(256, 4)
+    assert with_three[-1] == 4 * 256
+    assert {4 * size for size in without} < set(with_three)
+    assert len(with_three) <= len(without) + 5
+    assert sizes.capture_sizes(1, 4) == [1, 2, 4]
 
 
 @pytest.fixture

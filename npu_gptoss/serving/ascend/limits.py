@@ -164,16 +164,16 @@ def _has_graphs(config: VllmConfig) -> bool:
 
 def choose_graphs(config: VllmConfig) -> None:
     """Sets the release's default if the user chose none, and another mode for one whose replays have no order."""
-    from npu_gptoss.serving.releases.ascend import GRAPHS, WITHOUT_ORDER
+    from npu_gptoss.serving.releases.ascend import WITHOUT_ORDER, default_graphs, runs_ahead
     from npu_gptoss.serving.releases.vllm import CUDAGraphMode
 
     compilation = config.compilation_config
     if not _has_graphs(config):
         return
-    if GRAPHS and compilation.cudagraph_mode is None:
-        compilation.cudagraph_mode = CUDAGraphMode[GRAPHS]
+    if compilation.cudagraph_mode is None and (mode := default_graphs(config)):
+        compilation.cudagraph_mode = CUDAGraphMode[mode]
     chosen = compilation.cudagraph_mode and compilation.cudagraph_mode.name
-    if chosen in WITHOUT_ORDER and config.scheduler_config.async_scheduling is not False:  # None: vLLM's default, on
+    if chosen in WITHOUT_ORDER and runs_ahead(config):
         logger.warning(
             "%s with asynchronous scheduling becomes FULL_DECODE_ONLY: vllm-ascend does not wait before it replays the "
             "pieces of a mixed step, which may compute wrong text. --no-async-scheduling keeps it.",

@@ -18,9 +18,15 @@ STREAMS = 1984  # of an A2 or A3 device, from CANN 8.3's documents; all its proc
 BUDGET = 1800  # streams that vllm-ascend 0.11.0 gives to graphs
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Returns the sizes of `graphs`, but at least two: vLLM takes a single size for a maximum."""
-    return buckets.capture_sizes(max(2, max_num_seqs))
+def capture_sizes(max_num_seqs: int, each: int = 1) -> list[int]:
+    """Returns the sizes of `graphs`, but at least two: vLLM takes a single size for a maximum.
+
+    each: most rows of a request, more than one with drafts. Up to eight requests sizes lie eight rows apart, then eight
+    requests: so many rows read every expert anyway, and there are about as many sizes as without drafts. vLLM rounds
+    each up to whole requests.
+    """
+    few = buckets.capture_sizes(max(2, each * min(max_num_seqs, buckets.STEP)))
+    return sorted({*few, *(each * size for size in buckets.capture_sizes(max_num_seqs))})
 
 
 def _factor(groups: int, aiv: bool) -> int:
@@ -48,4 +54,4 @@ def cap(config: VllmConfig) -> None:
     from npu_gptoss.serving.releases.vllm import choose_sizes
 
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
-    choose_sizes(config, capture_sizes((1 + drafts) * config.scheduler_config.max_num_seqs))
+    choose_sizes(config, capture_sizes(config.scheduler_config.max_num_seqs, 1 + drafts))

@@ -41,7 +41,6 @@ SEAMS = STAYED_SEAMS | {
 }
 SOURCES: dict[str, str] = {}
 
-GRAPHS = None  # vllm-ascend's own choice is PIECEWISE
 # Bytes of scratch memory for a captured call: CANN 8.3 as published refuses to report the need for packed tokens (R37).
 # The call takes any pointer and size. The need follows from its tiling, on at most 24 cores: 100 MiB on 8.3
 # (prompt_flash_attention_tiling.cpp; 24 * 4 * (3 * 512 * 512 + 4 * 512 * 64) bytes and 16 MiB), 107.5 MiB from 8.5 on,
@@ -53,6 +52,15 @@ WORKSPACE = 128 << 20
 REPLAYS_IN_ORDER = False
 WITHOUT_ORDER: tuple[str, ...] = ()  # modes that become FULL_DECODE_ONLY with asynchronous scheduling
 LAUNCHED: tuple[tuple[str, str], ...] = ()
+
+
+def default_graphs(config: Any) -> str | None:
+    """Returns the mode of graphs where the user chose none; None leaves it to vLLM: PIECEWISE."""
+
+
+def runs_ahead(config: Any) -> bool:
+    """True if a step is scheduled before the last one has ended."""
+    return bool(config.scheduler_config.async_scheduling)
 
 
 def layout_objection(parallel: Any) -> str | None:

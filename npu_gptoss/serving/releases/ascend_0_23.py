@@ -38,8 +38,6 @@ SEAMS = STAYED_SEAMS | {
 # REPLAYS_IN_ORDER
 SOURCES = {"vllm_ascend.compilation.acl_graph:ACLGraphWrapper.__call__": "torch.npu.current_stream().synchronize()"}
 
-# As vllm-ascend's own choice, which has run on hardware with its attention calls; ours have not: see `serving.canary`
-GRAPHS = "FULL_DECODE_ONLY"
 WORKSPACE = None  # CANN 9.1 reports the need of a captured call
 REPLAYS_IN_ORDER = True  # it waits for the stream before whole steps and in plain PIECEWISE (its PR 14081),
 WITHOUT_ORDER = ("FULL_AND_PIECEWISE",)  # but not before the pieces of this mode's mixed steps
@@ -47,6 +45,42 @@ WITHOUT_ORDER = ("FULL_AND_PIECEWISE",)  # but not before the pieces of this mod
 LAUNCHED = (("vllm.v1.worker.block_table", "_compute_slot_mapping_kernel"),)
 # vLLM's own operator calls the layer's implementation, once
 splitting_attention = None
+
+
+def default_graphs(config: Any) -> str | None:
+    """Returns the mode of graphs where the user chose none; None leaves it to vLLM.
+
+    Whole decode steps, which have run on hardware with vllm-ascend's attention calls; ours have not: see
+    `serving.canary`. With drafts that are scheduled as they come requests differ in rows, and only pieces replay such
+    a step. These are in order then, for vLLM waits for each step's tokens before the next.
+    """
+    from vllm.config import CompilationMode
+    from vllm.config.vllm import OptimizationLevel
+
+    if config.optimization_level < OptimizationLevel.O2:  # of which each names a mode
+        return None
+    ragged = config.speculative_config is not None and not runs_ahead(config)
+    pieces = config.compilation_config.mode in (None, CompilationMode.VLLM_COMPILE)  # else vLLM would leave graphs out
+    return "FULL_AND_PIECEWISE" if ragged and pieces else "FULL_DECODE_ONLY"
+
+
+def runs_ahead(config: Any) -> bool:
+    """True if vLLM will schedule a step before the last one has ended; where it is left to vLLM, it decides later than
+    we do (VllmConfig.__post_init__)."""
+    from typing import get_args
+
+    from vllm.config.speculative import EagleModelTypes, NgramGPUTypes
+    from vllm.v1.executor import Executor
+
+    asked, drafter = config.scheduler_config.async_scheduling, config.speculative_config
+    if asked is not None:
+        return asked
+    if drafter is not None:
+        if drafter.method not in (*get_args(EagleModelTypes), *get_args(NgramGPUTypes)):
+            return False
+        if drafter.disable_padded_drafter_batch:
+            return False
+    return Executor.get_class(config).supports_async_scheduling()
 
 
 def layout_objection(parallel: Any) -> str | None:

@@ -87,14 +87,16 @@ def start(checkpoint: str, options: dict[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **settings))
 
 
-def count_replays() -> Callable[[], dict[str, int]]:
-    """A function that counts the graphs that vllm-ascend has captured and this process has replayed, on 0.23 the
-    requests that it has preempted, and the drafts that it has accepted."""
+def count_replays() -> Callable[[], dict[str, Any]]:
+    """A function that counts the graphs that vllm-ascend has captured and this process has replayed, on 0.23 its steps
+    by mode, the requests that it has preempted, and the drafts that it has accepted."""
     import torch
     from vllm.compilation.counter import compilation_counter
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_ascend.worker import model_runner_v1
 
     replays, replay, preempted, accepted = [0], torch.npu.NPUGraph.replay, [0], [0]
+    steps, runner = {"FULL": 0, "PIECEWISE": 0, "NONE": 0}, model_runner_v1.NPUModelRunner
     observe = Scheduler.make_spec_decoding_stats
 
     def observed(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +110,16 @@ def count_replays() -> Callable[[], dict[str, int]]:
         replay(graph)
 
     torch.npu.NPUGraph.replay = counted
+    if hasattr(runner, "_determine_batch_execution_and_padding"):
+        determine = runner._determine_batch_execution_and_padding
+
+        def determined(self: Any, **asked: Any) -> Any:
+            found = determine(self, **asked)
+            if asked.get("force_uniform_decode") is None:  # no dummy run
+                steps[found[0].name] += 1
+            return found
+
+        runner._determine_batch_execution_and_padding = determined
     if hasattr(Scheduler, "_preempt_request"):
         preempt = Scheduler._preempt_request
 
@@ -121,6 +133,7 @@ def count_replays() -> Callable[[], dict[str, int]]:
         "replayed": replays[0],
         "preempted": preempted[0],
         "accepted": accepted[0],
+        "steps": dict(steps),
     }
 
 

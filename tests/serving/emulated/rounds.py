@@ -62,9 +62,19 @@ def right(rounds: list[dict[str, Any]], results: list[Any], expected: Any) -> li
     return [worst(of_round) < TOLERANCE for of_round in errors(rounds, results, expected)]
 
 
+def counts(printed: str) -> list[dict[str, Any]]:
+    """What `on_ascend.count_replays` had counted when an engine had started and after each round."""
+    return [json.loads(line.removeprefix("GRAPHS ")) for line in printed.splitlines() if line.startswith("GRAPHS ")]
+
+
 def graphs(printed: str) -> tuple[list[int], list[int]]:
     """How many an engine had captured when it had started and after each round; how many each round replayed."""
-    lines = [line.removeprefix("GRAPHS ") for line in printed.splitlines() if line.startswith("GRAPHS ")]
-    counts = [json.loads(line) for line in lines]
-    replayed = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
-    return [count["captured"] for count in counts], replayed
+    found = counts(printed)
+    replayed = [after["replayed"] - before["replayed"] for before, after in pairwise(found)]
+    return [count["captured"] for count in found], replayed
+
+
+def steps(printed: str, mode: str) -> list[int]:
+    """How many steps each round ran: in one graph ("FULL"), in pieces ("PIECEWISE") or without a graph ("NONE"). Of
+    vllm-ascend 0.23."""
+    return [after["steps"][mode] - before["steps"][mode] for before, after in pairwise(counts(printed))]

@@ -271,6 +271,7 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     # No mistakes: of drafts none is right, all are, or all but each step's last
     "drafts_none": drafting(lambda follow, count: []),
     "drafts_random": drafting(lambda follow, count: random.choices(range(96), k=count)),
+    "drafts_some": drafting(lambda follow, count: follow[: random.randint(0, count)]),
     "drafts_perfect": PERFECT,
     "drafts_adversarial": ADVERSARIAL,
     # the lengths of a step in flight count its refused drafts, too

@@ -6,7 +6,6 @@ The head is random, and vllm-ascend drafts by it; what counts as its drafts is t
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from emulator.tests.test_triton import PACKAGES
 from research.eagle3_head import write_head
 from tests.oracle import load_oracle
-from tests.serving.emulated.rounds import EAGER, FULL, PIECEWISE, SPOILT, graphs, right, turn
+from tests.serving.emulated.rounds import EAGER, PIECEWISE, SPOILT, counts, graphs, right, steps, turn
 from tests.serving.emulated.test_two_devices import PARALLEL
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -47,20 +46,24 @@ def tokens_of(results: list[Any]) -> list[list[list[int]]]:
 
 def accepted(printed: str) -> list[int]:
     """How many drafts each round accepted, of the first engine core."""
-    counts = [json.loads(line.split(" ", 1)[1])["accepted"] for line in printed.splitlines() if line[:7] == "GRAPHS "]
-    return [after - before for before, after in pairwise(counts)]
+    return [after["accepted"] - before["accepted"] for before, after in pairwise(counts(printed))]
 
 
 def test_drafts_right_wrong_and_random_change_no_token(serve_9_1, expected):
-    """Steps in which each request has both drafts replay the graph of three rows a request; others run without one."""
-    drafters = [None, "drafts_none", "drafts_perfect", "drafts_adversarial", "drafts_random"]
+    """Steps in which each request has both drafts replay the graph of three rows a request, others replay pieces; only
+    the prompts' own step, which is larger than any graph, runs without one."""
+    drafters = [None, "drafts_none", "drafts_some", "drafts_perfect", "drafts_adversarial", "drafts_random"]
     rounds = drafted([*drafters, STALE])
-    results, printed = serve_9_1(rounds, options={"speculative_config": NGRAMS})
+    (faults, *results), printed = serve_9_1([{"look": True}, *rounds], options={"speculative_config": NGRAMS})
+    assert faults == {}, "of the canary"
     assert right(rounds, results, expected) == [True] * len(drafters) + [False]
-    assert tokens_of(results[1:-1]) == tokens_of(results[:1]) * 4
-    replays = graphs(printed)[1]
-    assert replays[:2] == [0, 0]
-    assert 2 <= replays[2] < replays[3] < TOKENS, "all of three tokens a step are right, or two"
+    assert tokens_of(results[1:-1]) == tokens_of(results[:1]) * (len(drafters) - 1)
+    (looked_full, *full), (looked_pieces, *pieces) = (steps(printed, mode) for mode in ("FULL", "PIECEWISE"))
+    assert looked_full == looked_pieces == 4 * len((3, 6, 9, 12, 18, 24)), "four replays of each graph"
+    assert steps(printed, "NONE")[1:] == [1] * len(rounds)
+    _, none, some, perfect, adversarial, *_ = full
+    assert none == 0 < pieces[2]
+    assert 2 <= perfect < adversarial < TOKENS > some, "all of three tokens a step are right, or two"
 
 
 # graphs that a step without a prompt replays: of the target, and of the head for three drafts
@@ -81,6 +84,7 @@ def test_drafts_of_a_head_change_no_token(mode, head, serve_9_1, expected, check
     found, replays = accepted(printed), graphs(printed)[1]
     assert found[0] < min(found[2:4]), "the head of random weights is nearly always wrong"
     assert [count % max(graphs_a_step, 1) for count in replays] == [0] * len(replays)
+    assert mode != "full" or not any(steps(printed, "PIECEWISE")), "it always has three drafts"
     assert mode == "eager" or replays[2] < replays[3] < replays[0]
     assert mode != "eager" or not any(replays)
     reads_as_transformers(torch.load(tmp_path / "reads"), rounds[0]["prompts"][0] + results[0][0]["tokens"], checkpoint)
@@ -116,9 +120,10 @@ def test_drafts_of_a_head_change_no_token_under_options(options, head, serve_9_1
 
 
 @pytest.mark.long
-def test_with_a_head_wrong_full_graphs_are_replaced_by_pieces(head, serve_9_1, expected):
+@pytest.mark.parametrize("drafter", ["ngrams", "head"])
+def test_with_drafts_wrong_full_graphs_are_replaced_by_pieces(drafter, head, serve_9_1, expected):
     rounds = drafted(DRAFTERS)
-    options = {"speculative_config": head}
+    options = {"speculative_config": head if drafter == "head" else NGRAMS}
     results, printed = serve_9_1(rounds, options=options, spoil="block_table_rebound", canary=True)
     assert printed.count("PIECEWISE graphs take their place") == 1
     assert right(rounds, results, expected) == [True] * len(DRAFTERS)
@@ -129,7 +134,7 @@ LAYOUTS = [how for how in PARALLEL if how != "PP=2"]
 
 @pytest.mark.long
 @pytest.mark.parametrize("drafter", ["ngrams", "head"])
-@pytest.mark.parametrize(("how", "mode"), [*((how, FULL) for how in LAYOUTS), ("TP=2, experts in parallel", EAGER)])
+@pytest.mark.parametrize(("how", "mode"), [*((how, {}) for how in LAYOUTS), ("TP=2, experts in parallel", EAGER)])
 def test_drafts_on_two_devices_change_no_token(how, mode, drafter, head, serve_9_1, expected):
     """Workers remember the first round's answers and draft by them in the second, all right but each step's last."""
     rounds = drafted([None, None])
@@ -138,6 +143,7 @@ def test_drafts_on_two_devices_change_no_token(how, mode, drafter, head, serve_9
     assert right(rounds, results, expected) == [True, True]
     for prompt, first, second in zip(rounds[0]["prompts"], *tokens_of(results), strict=True):
         assert first == second == expected(tuple(prompt), tuple(first)).argmax(-1).tolist()
-    assert ("decode, FULL" in printed) == (mode == FULL)
+    assert ("decode, FULL" in printed) == (mode != EAGER)
+    assert ("PIECEWISE" in printed) == (mode != EAGER and drafter == "ngrams")
     if "DP" not in how:  # engine cores of other processes count for themselves
         assert accepted(printed)[1] >= len(SPOILT) * 2
