@@ -31,7 +31,19 @@ from scripts import serve_here
 from tests.endure import judge
 from tests.endure.loop import AHEAD, IN_FLIGHT, PATIENCE, RESTART_EVERY, Findings, Loop
 from tests.endure.scenarios import SCENARIOS
-from tests.endure.server import ASK_EVERY, EMULATED, MODES, NAME, ROOT, STACKS, Served, Stack, Watch, key_value_use
+from tests.endure.server import (
+    ASK_EVERY,
+    DRAFTERS,
+    EMULATED,
+    MODES,
+    NAME,
+    ROOT,
+    STACKS,
+    Served,
+    Stack,
+    Watch,
+    key_value_use,
+)
 from tests.serving.server import Server, wait_for
 
 OUT = ROOT / "outputs/endure"
@@ -154,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("scenario", nargs="?", default="mix", choices=[*SCENARIOS, "all"])
     parser.add_argument("--stack", choices=STACKS, default="cpu")
     parser.add_argument("--mode", choices=tuple(MODES), help="the emulated 910B's graphs (default the release's)")
-    parser.add_argument("--drafts", action="store_true", help="n-grams propose tokens (not vLLM 0.11)")
+    proposed = "n-grams propose tokens, or an EAGLE3 head of random weights (not vLLM 0.11)"
+    parser.add_argument("--drafts", nargs="?", choices=tuple(DRAFTERS), const="ngrams", default="", help=proposed)
     parser.add_argument("--policy", choices=("fcfs", "priority"), default="fcfs")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--requests", type=float, default=float("inf"), help="end after so many")

@@ -22,6 +22,7 @@ from ascend_emulator.launch import Machine, environment, find_venv
 
 from emulator.tests.test_triton import PACKAGES
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
+from research.eagle3_head import write_head
 from scripts import serve_here
 from tests.serving.server import START_LIMIT, Server, free_port
 
@@ -30,14 +31,16 @@ NAME = "gpt-oss-tiny"
 MODES = {"piecewise": "PIECEWISE", "full": "FULL_DECODE_ONLY"}
 # so small a model loses itself in spaces where a grammar allows any number of them
 COMPACT = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
-NGRAMS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+DRAFTERS = {"ngrams": "drafts", "eagle3": "eagle3"}  # with their names in a record
 LOOK_EVERY = 1.0  # seconds between two looks at the processes
 ASK_EVERY = 10.0  # between two of /health and /metrics
 EMULATED = {"emulated": "8.3", "emulated-9.1": "9.1"}  # the emulator's stacks
 STACKS = ("cpu", *EMULATED, "cuda")
-# several servers on one GPU: a share of its memory, by which vLLM neither measures nor minds the others; the first
-# number is what has to be free as one starts
-SHARE = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30))
+# several servers on one machine. On a GPU a share of its memory, by which vLLM neither measures nor minds the others;
+# the first number is what has to be free as one starts. A KV cache of an emulated card takes the machine's memory
+KEYS = ("--kv-cache-memory-bytes", str(1 << 30))
+SHARE = ("--gpu-memory-utilization", "0.05", *KEYS)
 COUNTER = re.compile(r"^([\w:]+(?:_total|_count|_sum|_bucket)(?:\{.*?\})?) (\S+)$", re.M)
 
 
@@ -49,11 +52,11 @@ class Stack:
     mode: str = ""
     policy: str = "fcfs"
     devices: int = 1  # of tensor parallelism
-    drafts: bool = False  # n-grams propose tokens
+    drafts: str = ""  # of DRAFTERS: who proposes tokens
 
     def __str__(self) -> str:
-        ranks, drafts = f"tp{self.devices}" if self.devices > 1 else "", "drafts" * self.drafts
-        return "-".join(filter(None, (self.stack, self.mode, drafts, self.policy, ranks)))
+        ranks = f"tp{self.devices}" if self.devices > 1 else ""
+        return "-".join(filter(None, (self.stack, self.mode, DRAFTERS.get(self.drafts), self.policy, ranks)))
 
     @property
     def at_a_time(self) -> int:
@@ -73,9 +76,19 @@ class Stack:
         if self.stack == "cuda":
             sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
             graphs = [*SHARE, "--max-model-len", "8192", "--compilation-config", json.dumps(sizes)]
+        elif self.stack == "emulated-9.1":  # vllm-ascend 0.11 knows no such number
+            batch += KEYS
         ranks = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
-        drafts = ["--speculative-config", NGRAMS] if self.drafts else []
-        return [*COMPACT, *batch, *dtype, *graphs, *ranks, *drafts]
+        return [*COMPACT, *batch, *dtype, *graphs, *ranks]
+
+    def drafter(self, model: Path) -> list[str]:
+        """Flags; a head of random weights is written for this checkpoint."""
+        config = NGRAMS
+        if self.drafts == "eagle3":
+            head = model.with_name(f"{model.name}-eagle3")
+            write_head(head, model)
+            config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+        return ["--speculative-config", json.dumps(config)] if self.drafts else []
 
     def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
@@ -88,7 +101,8 @@ class Stack:
             triton = PACKAGES if stack.name == "9.1" and PACKAGES.is_dir() else None
             machine = Machine(stack.cann[0], self.devices, triton=triton)
             base, python = environment(machine, place, base), place / "bin/python"
-        command = serve_here.serve_command(model, NAME, "127.0.0.1", port, self.flags(), on, python)
+        flags = [*self.flags(), *self.drafter(model)]
+        command = serve_here.serve_command(model, NAME, "127.0.0.1", port, flags, on, python)
         variables = serve_here.serving_environment(model, model, base, on)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
         paths = (str(ROOT), os.environ.get("PYTHONPATH"))  # this tree first, whatever tree the environment knows
