@@ -18,7 +18,8 @@ NPU_GPTOSS_EXPERT_WEIGHTS=packed. When the server answers, the script prints a r
   --cards N              tensor parallel size: by default 1, and 4 for 120b
   --devices LIST         which NPUs, such as 0,1,2,3 (ASCEND_RT_VISIBLE_DEVICES); by default the first ones
   --mode MODE            eager, piecewise or full (decode steps as one graph); default the stack's, on a CPU eager
-  --capture-sizes LIST   batch sizes for which graphs are captured; default 16,10,4,2,1
+  --capture-sizes LIST   batch sizes for which graphs are captured; by default 16,10,4,2,1;
+                         with more --max-seqs or with drafts, every size that a step can have
   --max-len N            tokens of prompt and answer together; default 16384
   --max-seqs N           requests at a time; default 16
   --max-batched-tokens N tokens in a step; default 4096
@@ -35,7 +36,7 @@ several cards use HCCL_OP_EXPANSION_MODE=AIV (docs/tuning.md); an --additional-c
 END
 }
 
-model='' where=npu cards='' devices='' mode='' sizes=16,10,4,2,1 max_len=16384 max_seqs=16 batched=4096 memory=0.95
+model='' where=npu cards='' devices='' mode='' sizes='' max_len=16384 max_seqs=16 batched=4096 memory=0.95
 name='' host=127.0.0.1 port=8085 dry=''
 while [ $# -gt 0 ]; do
     case $1 in
@@ -118,12 +119,13 @@ fi
 tell_exposure "$host" "$@"
 
 # what the user says about these is left alone; nobody reads a file that --config names
-configured='' replicas=''
+configured='' replicas='' drafts=''
 for word in "$@"; do
     case $word in
     --config | --config=*) configured=1 replicas=perhaps ;;
     --additional*) configured=1 ;;
     --data[-_]p* | -dp*) replicas=yes ;;
+    --speculative* | -sc*) drafts=yes ;;
     esac
 done
 
@@ -131,11 +133,14 @@ done
 [ "$where" = cpu ] || set -- --gpu-memory-utilization "$memory" "$@"
 case $mode in
 eager) set -- --enforce-eager "$@" ;;
-piecewise) graphs='"cudagraph_mode": "PIECEWISE", ' ;;
-full) graphs='"cudagraph_mode": "FULL_DECODE_ONLY", ' ;;
-*) graphs='' ;; # PIECEWISE with CANN 8.3, FULL_DECODE_ONLY with 9.1
+piecewise) graphs='"cudagraph_mode": "PIECEWISE"' ;;
+full) graphs='"cudagraph_mode": "FULL_DECODE_ONLY"' ;;
+*) graphs='' ;; # PIECEWISE with CANN 8.3, FULL_DECODE_ONLY with 9.1, FULL_AND_PIECEWISE with 9.1 and n-grams
 esac
-[ "$mode" = eager ] || set -- --compilation-config "{$graphs\"cudagraph_capture_sizes\": [$sizes]}" "$@"
+# a step has a row for each request and each draft, and one larger than every graph runs without
+[ -n "$sizes$drafts" ] || [ "$max_seqs" -gt 16 ] || sizes=16,10,4,2,1
+[ -z "$sizes" ] || graphs="${graphs:+$graphs, }\"cudagraph_capture_sizes\": [$sizes]"
+[ "$mode" = eager ] || [ -z "$graphs" ] || set -- --compilation-config "{$graphs}" "$@"
 # vllm-ascend learns from these three which cores are beside which card
 missing=''
 for tool in npu-smi lspci lscpu; do

@@ -105,6 +105,15 @@ def test_modes_are_vllms_and_flags_of_the_user_come_last() -> None:
     assert graphs(pieces)["cudagraph_mode"] == "PIECEWISE"
 
 
+def test_sizes_for_16_rows_are_not_those_of_larger_steps() -> None:
+    """A step larger than every captured size runs without a graph."""
+    drafts = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    for larger in (("--max-seqs", "17"), ("--", *drafts), ("--", "--speculative_config=x"), ("--", "-sc", "x")):
+        assert GRAPHS not in serve(*HUB, *larger)[1]
+        assert graphs(serve(*HUB, "--mode", "full", *larger)[1]) == {"cudagraph_mode": "FULL_DECODE_ONLY"}
+        assert graphs(serve(*HUB, "--capture-sizes", "8", *larger)[1]) == {"cudagraph_capture_sizes": [8]}
+
+
 def programs(folder: Path, *names: str) -> str:
     """A PATH on which these stand, too."""
     for name in names:

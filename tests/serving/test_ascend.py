@@ -73,6 +73,7 @@ def configuration(additional_config: dict[str, Any] | None = None, **changes: An
         ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=parts["max_num_seqs"],
+            max_num_batched_tokens=2048,
             cuda_graph_sizes=parts["cuda_graph_sizes"],
             async_scheduling=parts["async_scheduling"],
         ),
@@ -233,6 +234,27 @@ def test_sizes_are_capped_unless_the_user_chose_them():
     drafting = configuration(speculative_config=SimpleNamespace(num_speculative_tokens=3))
     sizes.cap(drafting)
     assert drafting.scheduler_config.cuda_graph_sizes == [1, 2, 4, 8, 16, 24, 32, 64]
+
+
+def test_a_user_whose_sizes_end_below_a_step_is_told_once(caplog):
+    """Else decode steps run without a graph, and nothing says so."""
+    caplog.set_level(logging.WARNING, logger="vllm.npu_gptoss")
+    drafts = {"speculative_config": SimpleNamespace(num_speculative_tokens=3)}
+    enough = ({}, drafts, {"cuda_graph_sizes": [16, 4]}, {"cuda_graph_sizes": [64], **drafts})
+    short = ({"cuda_graph_sizes": [8, 1]}, {"cudagraph_capture_sizes": [16, 10, 4, 2, 1], **drafts})
+    for given in (*enough, *({**each, "enforce_eager": True} for each in short)):
+        config = configuration(**given)
+        sizes.cap(config)
+        limits.choose_graphs(config)
+    assert caplog.messages == []
+    for given in short:
+        config = configuration(**given)
+        sizes.cap(config)
+        limits.choose_graphs(config)
+    assert [[int(word) for word in message.split() if word.isdigit()] for message in caplog.messages] == [
+        [8, 16, 16],
+        [16, 16, 3, 64],
+    ]
 
 
 def test_drafts_multiply_rows_and_not_the_number_of_graphs():

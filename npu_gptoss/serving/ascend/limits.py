@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from npu_gptoss import cann, envs
 from npu_gptoss.errors import Refusal
 from npu_gptoss.serving import logger, releases
+from npu_gptoss.serving.ascend import sizes
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
@@ -170,6 +171,8 @@ def choose_graphs(config: VllmConfig) -> None:
     compilation = config.compilation_config
     if not _has_graphs(config):
         return
+    if slower := sizes.shortfall(config):
+        logger.warning("%s", slower)
     if compilation.cudagraph_mode is None and (mode := default_graphs(config)):
         compilation.cudagraph_mode = CUDAGraphMode[mode]
     chosen = compilation.cudagraph_mode and compilation.cudagraph_mode.name

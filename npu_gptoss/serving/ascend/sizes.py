@@ -53,5 +53,25 @@ def cap(config: VllmConfig) -> None:
     """Sets the sizes before vLLM's own update for this model widens its default list. A user's list stays."""
     from npu_gptoss.serving.releases.vllm import choose_sizes
 
-    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
-    choose_sizes(config, capture_sizes(config.scheduler_config.max_num_seqs, 1 + drafts))
+    choose_sizes(config, capture_sizes(config.scheduler_config.max_num_seqs, _rows_each(config)))
+
+
+def _rows_each(config: VllmConfig) -> int:
+    return 1 + (getattr(config.speculative_config, "num_speculative_tokens", 0) or 0)
+
+
+def shortfall(config: VllmConfig) -> str | None:
+    """Returns what a user loses whose own sizes end below the largest decode step; None if they do not."""
+    from npu_gptoss.serving.releases.vllm import largest_chosen
+
+    each, requests = _rows_each(config), config.scheduler_config.max_num_seqs
+    rows = min(each * requests, config.scheduler_config.max_num_batched_tokens)
+    largest = largest_chosen(config)
+    if largest is None or largest >= rows:
+        return None
+    drafts = f" with {each - 1} drafts each" if each > 1 else ""
+    return (
+        f"The largest graph that you ask for has {largest} tokens, and larger steps run without one, which is many "
+        f"times slower: {requests} requests{drafts} (--max-num-seqs) take {rows}. Leave your capture sizes out, add "
+        f"{rows} to them, or lower --max-num-seqs."
+    )

@@ -111,6 +111,11 @@ def choose_sizes(config: Any, sizes: list[int]) -> None:
         scheduler.cuda_graph_sizes = sizes
 
 
+def largest_chosen(config: Any) -> int | None:
+    """Returns the largest size of a graph that was asked for: the user's, or that of `choose_sizes`."""
+    return max(config.compilation_config.cudagraph_capture_sizes or config.scheduler_config.cuda_graph_sizes)
+
+
 def sequence_parallelism(config: Any) -> bool:
     return config.compilation_config.pass_config.enable_sequence_parallelism
 

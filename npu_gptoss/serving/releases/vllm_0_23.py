@@ -91,6 +91,12 @@ def choose_sizes(config: Any, sizes: list[int]) -> None:
         compilation.cudagraph_capture_sizes = sizes
 
 
+def largest_chosen(config: Any) -> int | None:
+    """Returns the largest size of a graph that the user asked for; None if they left it to us."""
+    compilation = config.compilation_config
+    return max(compilation.cudagraph_capture_sizes or [compilation.max_cudagraph_capture_size or 0]) or None
+
+
 def sequence_parallelism(config: Any) -> bool:
     return bool(config.compilation_config.pass_config.enable_sp)
 
