@@ -89,14 +89,14 @@ def start(checkpoint: str, options: dict[str, Any]) -> Any:
 
 def count_replays() -> Callable[[], dict[str, Any]]:
     """A function that counts the graphs that vllm-ascend has captured and this process has replayed, on 0.23 its steps
-    by mode, the requests that it has preempted, and the drafts that it has accepted."""
+    by mode and their rows of padding, the requests that it has preempted, and the drafts that it has accepted."""
     import torch
     from vllm.compilation.counter import compilation_counter
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm_ascend.worker import model_runner_v1
 
     replays, replay, preempted, accepted = [0], torch.npu.NPUGraph.replay, [0], [0]
-    steps, runner = {"FULL": 0, "PIECEWISE": 0, "NONE": 0}, model_runner_v1.NPUModelRunner
+    steps, runner = dict.fromkeys(("FULL", "PIECEWISE", "NONE", "padding"), 0), model_runner_v1.NPUModelRunner
     observe = Scheduler.make_spec_decoding_stats
 
     def observed(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +117,7 @@ def count_replays() -> Callable[[], dict[str, Any]]:
             found = determine(self, **asked)
             if asked.get("force_uniform_decode") is None:  # no dummy run
                 steps[found[0].name] += 1
+                steps["padding"] += found[1].num_tokens - asked["num_tokens"]
             return found
 
         runner._determine_batch_execution_and_padding = determined

@@ -75,6 +75,6 @@ def graphs(printed: str) -> tuple[list[int], list[int]]:
 
 
 def steps(printed: str, mode: str) -> list[int]:
-    """How many steps each round ran: in one graph ("FULL"), in pieces ("PIECEWISE") or without a graph ("NONE"). Of
-    vllm-ascend 0.23."""
+    """How many steps each round ran in one graph ("FULL"), in pieces ("PIECEWISE") or without one ("NONE"); or their
+    rows of "padding". Of vllm-ascend 0.23."""
     return [after["steps"][mode] - before["steps"][mode] for before, after in pairwise(counts(printed))]

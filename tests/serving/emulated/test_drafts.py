@@ -53,17 +53,20 @@ def test_drafts_right_wrong_and_random_change_no_token(serve_9_1, expected):
     """Steps in which each request has both drafts replay the graph of three rows a request, others replay pieces; only
     the prompts' own step, which is larger than any graph, runs without one."""
     drafters = [None, "drafts_none", "drafts_some", "drafts_perfect", "drafts_adversarial", "drafts_random"]
-    rounds = drafted([*drafters, STALE])
+    rounds = [*drafted([*drafters, STALE]), turn((40,), tokens=TOKENS, spoil="drafts_none")]
     (faults, *results), printed = serve_9_1([{"look": True}, *rounds], options={"speculative_config": NGRAMS})
     assert faults == {}, "of the canary"
-    assert right(rounds, results, expected) == [True] * len(drafters) + [False]
-    assert tokens_of(results[1:-1]) == tokens_of(results[:1]) * (len(drafters) - 1)
+    assert right(rounds, results, expected) == [True] * len(drafters) + [False, True]
+    assert tokens_of(results[1 : len(drafters)]) == tokens_of(results[:1]) * (len(drafters) - 1)
     (looked_full, *full), (looked_pieces, *pieces) = (steps(printed, mode) for mode in ("FULL", "PIECEWISE"))
-    assert looked_full == looked_pieces == 4 * len((3, 6, 9, 12, 18, 24)), "four replays of each graph"
+    of_drafts, of_pieces = [3, 6, 9, 12, 18, 24], [1, 2, 3, 6, 9, 12, 18, 24]
+    assert (looked_full, looked_pieces) == (4 * len(of_drafts), 4 * len(of_pieces)), "four replays of each graph"
     assert steps(printed, "NONE")[1:] == [1] * len(rounds)
-    _, none, some, perfect, adversarial, *_ = full
-    assert none == 0 < pieces[2]
+    _, none, some, perfect, adversarial, *_, lone = full
+    assert none == lone == 0 < pieces[2]
     assert 2 <= perfect < adversarial < TOKENS > some, "all of three tokens a step are right, or two"
+    assert pieces[-1] == TOKENS - 1
+    assert steps(printed, "padding")[-1] == 0, "a lone row reads the experts of no other"
 
 
 # graphs that a step without a prompt replays: of the target, and of the head for three drafts

@@ -75,6 +75,33 @@ def install_full_graph(module: ModuleType) -> None:
         full_graph.guard(self)
 
 
+@repair(
+    "ascend-draft-sizes",
+    f"{ASCEND_RUNNER}:NPUModelRunner._check_and_update_cudagraph_mode",
+    releases="0.23",
+    until="vLLM captures sizes of their own for mixed steps (issue 28207)",
+)
+def install_draft_sizes(module: ModuleType) -> None:
+    """With n-grams a lone request without drafts is padded to as many rows as with all; each reads other experts."""
+    runner = module.NPUModelRunner
+    decide = runner._check_and_update_cudagraph_mode
+    expect_source(decide, "resolve_cudagraph_mode_and_sizes(", "initialize_cudagraph_keys(")
+
+    @around(runner, "_check_and_update_cudagraph_mode")
+    def _check_and_update_cudagraph_mode(original: Original, self: Any, *given: Any, **options: Any) -> None:
+        compilation, drafter = self.compilation_config, self.speculative_config
+        asked = list(compilation.cudagraph_capture_sizes or ())
+        original(self, *given, **options)
+        mode, each = compilation.cudagraph_mode, self.uniform_decode_query_len
+        ngrams = drafter is not None and drafter.method == "ngram"  # a head has graphs of its own, for the same sizes
+        ours = self.model_config.hf_config.model_type == MODEL_TYPE
+        if ours and ngrams and mode.has_full_cudagraphs() and mode.has_piecewise_cudagraphs():
+            # vLLM rounds up to whole requests, as full graphs need; of fewer rows there is none
+            fewer = [size for size in asked if size < each]
+            compilation.cudagraph_capture_sizes = sorted({*fewer, *compilation.cudagraph_capture_sizes})
+            self.cudagraph_dispatcher.initialize_cudagraph_keys(mode, each)
+
+
 # rows of float32 logits that sampling holds at its peak, of a request and of a draft: measured, emulated
 OF_A_REQUEST, OF_A_DRAFT = 12, 4
 
