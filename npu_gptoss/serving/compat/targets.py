@@ -24,4 +24,5 @@ LOGGERS = "vllm.v1.metrics.loggers"
 WORKERS = "vllm.v1.executor.multiproc_executor"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 RUNNER_0_33 = "vllm.v1.worker.gpu.model_runner"  # the V2 runner, as the next
+NGRAMS = "vllm.v1.spec_decode.ngram_proposer"
 ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
