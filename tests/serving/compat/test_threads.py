@@ -39,11 +39,13 @@ print(drafts, torch.get_num_threads())
 """
 
 
-@pytest.mark.parametrize(("without", "threads"), [("", 1), ("ngram-threads", 3)])
-def test_ngrams_give_torch_no_threads_that_it_was_not_given(without: str, threads: int) -> None:
+@pytest.mark.parametrize("without", ["", "ngram-threads"])
+def test_ngrams_give_torch_no_threads_that_it_was_not_given(without: str) -> None:
     variables = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "3", "NPU_GPTOSS_SKIP_PATCHES": without}
     done = subprocess.run(
         [sys.executable, "-c", DRAFT.replace("KKK", K)], env={**os.environ, **variables}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == f"[[3, 4]] {threads}"
+    drafts, _, threads = done.stdout.splitlines()[-1].rpartition(" ")
+    assert drafts == "[[3, 4]]"
+    assert (int(threads) > 1) == bool(without)
