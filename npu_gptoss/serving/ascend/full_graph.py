@@ -86,7 +86,9 @@ def prepare(config: VllmConfig, device: torch.device) -> None:
     objection = _objection(config, device)
     if objection is None:
         return
-    logger.warning("FULL_DECODE_ONLY does not work here (%s); graphs are captured PIECEWISE instead.", objection)
+    logger.warning(
+        "%s does not work here (%s); graphs are captured PIECEWISE instead.", compilation.cudagraph_mode.name, objection
+    )
     from npu_gptoss.serving.releases.ascend import capture_piecewise
 
     capture_piecewise(config)

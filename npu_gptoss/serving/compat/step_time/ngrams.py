@@ -1,7 +1,8 @@
-"""Keeps torch's number of threads where n-grams draft (vLLM 0.23 and 0.33)."""
+"""Keeps torch's number of threads where n-grams draft, and compiles their search at the start (vLLM 0.23 and 0.33)."""
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -26,3 +27,21 @@ def install_threads(module: ModuleType) -> None:
         finally:
             if torch.get_num_threads() != before:  # numba's first parallel loop sets OpenMP's number for this thread
                 torch.set_num_threads(before)
+
+
+@repair(
+    "ngram-warm-up", f"{NGRAMS}:NgramProposer.__init__", releases=NEWER, until="vLLM's own warm-up drafts something"
+)
+def install_warm_up(module: ModuleType) -> None:
+    """vLLM's warm-up drafts for no request, so the first n-gram draft compiles, and all streams wait for seconds."""
+    proposer = module.NgramProposer
+    expect_source(proposer.__init__, "[[]] * 1024")
+    drafts_each = "k" in inspect.signature(proposer.batch_propose).parameters  # of 0.33
+
+    @around(proposer, "__init__")
+    def __init__(original: Original, self: Any, *given: Any, **options: Any) -> None:
+        import numpy as np
+
+        original(self, *given, **options)
+        tokens = np.zeros((1, self.max_model_len), dtype=np.int32)  # arrays of the runner's types
+        self.batch_propose(1, [0], np.zeros(1, dtype=np.int32), tokens, *([self.k] if drafts_each else []))
