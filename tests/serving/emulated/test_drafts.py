@@ -159,6 +159,6 @@ def test_drafts_on_two_devices_change_no_token(how, mode, drafter, head, serve_9
     for prompt, first, second in zip(rounds[0]["prompts"], *tokens_of(results), strict=True):
         assert first == second == expected(tuple(prompt), tuple(first)).argmax(-1).tolist()
     assert ("decode, FULL" in printed) == (mode != EAGER)
-    assert ("PIECEWISE" in printed) == (mode != EAGER and drafter == "ngrams")
+    assert ("mixed prefill-decode, PIECEWISE" in printed) == (mode != EAGER and drafter == "ngrams")
     if "DP" not in how:  # engine cores of other processes count for themselves
         assert accepted(printed)[1] >= len(SPOILT) * 2
