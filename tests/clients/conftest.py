@@ -1,7 +1,7 @@
 """A server of each release for all clients, in the environments that `make test-clients` sets up.
 
-The tiny trained model answers: on the CPU with vLLM 0.11, on the emulated 910B with 0.23, and with 0.33, which computes
-on no CPU, through the offline engine behind vLLM's own server (tests/serving/computed.py).
+The tiny trained model answers: on the CPU with vLLM 0.11, on the emulated 910B with 0.23, and with 0.33 by a worker for
+CPUs (tests/serving/on_cpu).
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.clients.places import set_up
-from tests.endure.server import COMPACT, STACKS, Stack, start
-from tests.serving.openai.conftest import NAME
-from tests.serving.openai.conftest import serve as scripted
+from tests.endure.server import CPU_0_33, STACKS, Stack, start
 from tests.serving.server import Server
 
-ENGINE = "engine"  # the offline one
-SERVED = {"0.11": "cpu", "0.23": "emulated-9.1", "0.33": ENGINE}  # release -> stack
+SERVED = {"0.11": "cpu", "0.23": "emulated-9.1", "0.33": CPU_0_33}  # release -> stack
 MARKS = {"0.23": pytest.mark.emulated, "0.33": pytest.mark.vllm033}
 # ON: one of the stacks of `make endure` instead
 ON = os.environ.get("ON")
@@ -36,12 +33,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model, log = folder / "model", folder / "server.log"
     if request.param in SERVED:
         set_up(request.param)
-    stack = SERVED.get(request.param, request.param)
-    if stack == ENGINE:
-        with scripted(request.param, model, log, "--engine", *COMPACT) as running:
-            yield Server(running.url, NAME, log)
-        return
-    with start(Stack(stack), model, log) as (running, process):
+    with start(Stack(SERVED.get(request.param, request.param)), model, log) as (running, process):
         yield running
         assert process.poll() is None, f"the server died during the tests; its log is {running.log}"
 
@@ -51,4 +43,4 @@ def _release(request: pytest.FixtureRequest, record_property: Callable[[str, obj
     """For the table of docs/use-it-from.md (table.py)."""
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     release = params.get("server") or params.get("scripted")
-    record_property("release", {"cpu": "0.11", "emulated-9.1": "0.23"}.get(release, release))
+    record_property("release", {"cpu": "0.11", "emulated-9.1": "0.23", CPU_0_33: "0.33"}.get(release, release))

@@ -24,6 +24,7 @@ from emulator.tests.test_triton import PACKAGES
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from research.eagle3_head import write_head
 from scripts import serve_here
+from tests.serving import on_cpu
 from tests.serving.server import START_LIMIT, Server, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,8 @@ DRAFTERS = {"ngrams": "drafts", "eagle3": "eagle3"}  # with their names in a rec
 LOOK_EVERY = 1.0  # seconds between two looks at the processes
 ASK_EVERY = 10.0  # between two of /health and /metrics
 EMULATED = {"emulated": "8.3", "emulated-9.1": "9.1"}  # the emulator's stacks
-STACKS = ("cpu", *EMULATED, "cuda")
+CPU_0_33 = "cpu-0.33"  # vLLM 0.33's processes with a worker for CPUs
+STACKS = ("cpu", CPU_0_33, *EMULATED, "cuda")
 # several servers on one machine. On a GPU a share of its memory, by which vLLM neither measures nor minds the others;
 # the first number is what has to be free as one starts. A KV cache of an emulated card takes the machine's memory
 KEYS = ("--kv-cache-memory-bytes", str(1 << 30))
@@ -61,7 +63,7 @@ class Stack:
     @property
     def at_a_time(self) -> int:
         """How many requests the server batches: on the emulated 910B a graph is captured for each size."""
-        return 16 if self.stack in EMULATED else {"cpu": 32, "cuda": 64}[self.stack]
+        return 16 if self.stack in EMULATED else 64 if self.stack == "cuda" else 32
 
     @property
     def rounds(self) -> bool:
@@ -71,7 +73,7 @@ class Stack:
     def flags(self) -> list[str]:
         graphs = ["--compilation-config", json.dumps({"cudagraph_mode": MODES[self.mode]})] if self.mode else []
         # without bfloat16 instructions the output projection alone takes four times as long in bfloat16
-        dtype = ["--dtype", "float32"] if self.stack == "cpu" else []
+        dtype = ["--dtype", "float32"] if self.stack in ("cpu", CPU_0_33) else []
         batch = ["--max-num-seqs", str(self.at_a_time), "--scheduling-policy", self.policy]
         if self.stack == "cuda":
             sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
@@ -101,11 +103,15 @@ class Stack:
             triton = PACKAGES if stack.name == "9.1" and PACKAGES.is_dir() else None
             machine = Machine(stack.cann[0], self.devices, triton=triton)
             base, python = environment(machine, place, base), place / "bin/python"
+        elif self.stack == CPU_0_33:
+            base, python = {**base, "CUDA_VISIBLE_DEVICES": ""}, on_cpu.PYTHON
         flags = [*self.flags(), *self.drafter(model)]
         command = serve_here.serve_command(model, NAME, "127.0.0.1", port, flags, on, python)
         variables = serve_here.serving_environment(model, model, base, on)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
-        paths = (str(ROOT), os.environ.get("PYTHONPATH"))  # this tree first, whatever tree the environment knows
+        paths = [str(ROOT), os.environ.get("PYTHONPATH")]  # this tree first, whatever tree the environment knows
+        if self.stack == CPU_0_33:
+            paths.append(str(on_cpu.ENTRY))
         return command, {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

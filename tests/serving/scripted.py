@@ -6,8 +6,7 @@ Without a rule that fits, it writes the last message of the prompt as harmony, c
 is no conversation unchanged. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first that is
 found in the prompt applies. In the model's text, `SAMPLING` stands for the request that the engine got, as JSON, at
 `ERROR` the engine ends the request with an error, at `PAUSES` as an operator's pause does, at `WAITS` it says no more,
-and at each `DIES` it dies, once. `--engine`: instead of a script the offline engine computes the model's text
-(computed.py).
+and at each `DIES` it dies, once.
 """
 
 from __future__ import annotations
@@ -206,20 +205,14 @@ def main(arguments: list[str]) -> None:
         place = arguments.index("--rules")
         rules = json.loads(Path(arguments[place + 1]).read_text())
         del arguments[place : place + 2]
-    computes = "--engine" in arguments
-    arguments = [argument for argument in arguments if argument != "--engine"]
     os.environ["VLLM_PLUGINS"] = ",".join(("npu_gptoss", "npu_gptoss_cpu"))
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     have_platform()
     from vllm.v1.engine.core_client import EngineCoreClient
 
     @functools.wraps(EngineCoreClient.make_async_mp_client)
-    def make(vllm_config: Any, *_: Any, **__: Any) -> Any:
-        if not computes:
-            return Core(by_rules(rules))
-        from tests.serving.computed import Core as Computed
-
-        return Computed(vllm_config)
+    def make(*_: Any, **__: Any) -> Any:
+        return Core(by_rules(rules))
 
     EngineCoreClient.make_async_mp_client = staticmethod(make)
     sys.argv = ["vllm", "serve", *arguments]

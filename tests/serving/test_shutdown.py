@@ -59,6 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OTHERS = [
+    pytest.param("cpu-0.33", marks=pytest.mark.vllm033),
     pytest.param("emulated-9.1", marks=[pytest.mark.emulated, pytest.mark.long]),
     pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.long]),
 ]
