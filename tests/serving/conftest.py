@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -33,6 +34,16 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
+
+
+def found(name: str, *modules: str) -> Any:
+    """The class of this name in the first of these modules that the release has; None if none has it."""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    return None
 
 
 @pytest.fixture(scope="module")  # the environment is taken back after each file
