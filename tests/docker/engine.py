@@ -17,13 +17,14 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_emulator.launch import Machine, environment
 from ascend_emulator.prepare import HOOK, PTH
+
+from tests.serving.server import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -69,13 +70,6 @@ def why_not() -> str:
     needed = {"dockerd": "docker.io", "debootstrap": "debootstrap"}
     missing = [package for program, package in needed.items() if not shutil.which(program, path=SEARCHED)]
     return f"not installed, on Debian: apt-get install {' '.join(missing)}" if missing else ""
-
-
-def wait(condition: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.5)
-    return met
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ class Engine:
             found = self.state(container)
             return not found["Running"] or found["Health"]["Status"] == "healthy"
 
-        wait(settled, seconds)
+        wait_for(settled, seconds)
         state = self.state(container)
         said = subprocess.run(["docker", "logs", container], env=self.variables, capture_output=True, text=True)
         assert (state["Running"], state["Health"]["Status"]) == (True, "healthy"), f"{said.stdout}{said.stderr}"[-6000:]
@@ -161,7 +155,7 @@ def started() -> Iterator[Engine]:
     daemon = subprocess.Popen(command, cwd=folder, env={**os.environ, "PATH": SEARCHED})
     engine = Engine(folder, daemon, builder())
     try:
-        wait(lambda: daemon.poll() is not None or (folder / "socket").exists(), 30)
+        wait_for(lambda: daemon.poll() is not None or (folder / "socket").exists(), 30)
         assert daemon.poll() is None, (folder / "daemon.log").read_text()[-2000:]
         yield engine
         if containers := engine("ps", "--all", "--quiet").split():

@@ -16,6 +16,7 @@ from npu_gptoss.serving.releases import ASCEND_RELEASES
 from scripts.serve_here import tiny_checkpoint
 from tests.docker import engine
 from tests.docker.test_images import COMPOSE, copied
+from tests.serving.server import wait_for
 
 REASON = engine.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=f"no image is built: {REASON}")]
@@ -106,7 +107,7 @@ def answers_through_run_910b_sh(docker: engine.Engine, image: str, folder: Path)
     script = [engine.ROOT / "docker/run-910b.sh", "--model", model, "--devices", "1", "--image", image]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(docker.on_the_host(*script), env=docker.variables, stdout=log, stderr=log)
-    assert engine.wait(lambda: server.poll() is not None or "npu-gptoss" in docker("ps"), 60)
+    assert wait_for(lambda: server.poll() is not None or "npu-gptoss" in docker("ps"), 60)
     assert server.poll() is None, (folder / "log").read_text()
     docker.wait_until_healthy("npu-gptoss")
     assert "ready after" in (folder / "log").read_text()

@@ -16,6 +16,8 @@ import pytest
 
 from npu_gptoss.serving.admission.bounded import Bounded, Busy, Died
 from npu_gptoss.serving.admission.structures import REMEMBERED, Structures, Verdict
+from tests.serving.in_flight import is_running
+from tests.serving.server import wait_for
 
 SECONDS = 1.0
 
@@ -63,15 +65,7 @@ def ask(made: Bounded, *questions: bytes) -> list[bytes | BaseException]:
 
 
 def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
+    return wait_for(lambda: not is_running(pid), 5)
 
 
 @pytest.mark.parametrize(
