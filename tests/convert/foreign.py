@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.moe.mxfp4 import compress
 from tests.checkpoints import random_config, random_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -140,14 +139,3 @@ def small(*, mxfp4: bool = False, seed: int = 0, **sizes: object) -> tuple[GptOs
     """Two layers, an intermediate size that is not the hidden size."""
     config = random_config(mxfp4=mxfp4, **{"layers": 2, "experts": 4} | sizes)
     return config, random_tensors(config, seed)
-
-
-def requantised(tensors: Tensors) -> Tensors:
-    """The experts of the BF16 layout in MXFP4, by the specification's rule."""
-    out = {}
-    for name, tensor in tensors.items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            out[f"{name}_blocks"], out[f"{name}_scales"] = compress(tensor.transpose(1, 2).contiguous())
-        else:
-            out[name] = tensor
-    return out
