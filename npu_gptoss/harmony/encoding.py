@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from openai_harmony import HarmonyEncoding, Message, Role
+from openai_harmony import HarmonyEncoding, Message
 from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError
@@ -69,7 +69,7 @@ class Encoder:
 
     def parser(self) -> TolerantParser:
         """A reader of a turn of the model."""
-        return TolerantParser(self._library, Role.ASSISTANT, self.spelled)
+        return TolerantParser(self._library, self.spelled)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, with the names of special tokens."""

@@ -142,10 +142,8 @@ class TolerantParser(StreamableParser):
     completed = False
     settled = False
 
-    def __init__(
-        self, encoding: HarmonyEncoding, role: Role | None, spelled: Callable[[int], Sequence[int]] | None = None
-    ) -> None:
-        super().__init__(encoding, role=role)
+    def __init__(self, encoding: HarmonyEncoding, spelled: Callable[[int], Sequence[int]] | None = None) -> None:
+        super().__init__(encoding, role=Role.ASSISTANT)
         self._encoding = encoding
         self._spelled = spelled
         self._start, self._message, self._end = _tokens(encoding, "<|start|><|message|><|end|>")
@@ -153,11 +151,10 @@ class TolerantParser(StreamableParser):
         (self._end_of_text,) = _tokens(encoding, "<|endoftext|>")  # a stop token, too, by generation_config.json
         self._turn_ends = frozenset(encoding.stop_tokens_for_assistant_actions())
         self._message_ends = frozenset(encoding.stop_tokens())
-        self._phase = _Phase.BETWEEN if role is None else _Phase.HEADER
+        self._phase = _Phase.HEADER
         self._header: list[int] = []  # tokens after <|start|>
         self._texts = _texts(encoding)
         self._waiting: list[int] = []  # tokens that the strict parser has not read
-        self._messages: list[Message] | None = None  # as last read; None when there may be another
 
     def process(self, token: int) -> TolerantParser:
         if self.settled and (text := self._texts.get(token)) is not None:
@@ -182,7 +179,7 @@ class TolerantParser(StreamableParser):
 
     def process_eos(self) -> TolerantParser:
         """Ends the turn after its last token: a message that is cut off in its text ends there."""
-        self.last_content_delta, self.completed, self._messages = None, False, None
+        self.last_content_delta, self.completed = None, False
         self._catch_up()
         self.settled = False
         if self._phase is _Phase.CONTENT:
@@ -202,8 +199,6 @@ class TolerantParser(StreamableParser):
             return
         if token == self._message:
             return
-        if token in self._message_ends:  # of the others the strict parser begins and ends no message
-            self._messages = None
         try:
             super().process(token)
         except HarmonyError as error:
@@ -235,7 +230,6 @@ class TolerantParser(StreamableParser):
             self._header.append(token)
             self._phase = _Phase.HEADER
         elif self._read_header():
-            self._messages = None
             self._phase = _Phase.CONTENT
             self.last_content_delta = self._inner.last_content_delta
         else:
@@ -274,7 +268,7 @@ class TolerantParser(StreamableParser):
             return
         for token in (*self._encoding.encode(content, disallowed_special=()), self._end):
             super().process(token)
-        self.completed, self._messages = True, None
+        self.completed = True
 
     def _read_strictly(self, header: list[int]) -> bool:
         named = header and not self._encoding.is_special_token(header[0])
@@ -318,13 +312,6 @@ class TolerantParser(StreamableParser):
     @property
     def in_content(self) -> bool:
         return self._phase is _Phase.CONTENT
-
-    @property
-    def messages(self) -> list[Message]:
-        """The messages that have ended. Cached: the strict parser writes and reads JSON of them all."""
-        if self._messages is None:
-            self._messages = super().messages
-        return list(self._messages)
 
     @property
     def current_content(self) -> str:

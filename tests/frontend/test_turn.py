@@ -12,8 +12,6 @@ import pytest
 
 pytest.importorskip("openai_harmony")
 
-from openai_harmony import Role
-
 from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.turn import Reading, Turn, forced_calls
@@ -176,7 +174,7 @@ def test_a_turn_that_ends_anywhere_is_streamed_otherwise(library, tokens):
     readings = [Reading(), Reading("none"), Reading("required"), Reading("function", "f"), Reading(stop=("see", "a"))]
     for reading in readings:
         for cut in range(len(text) + 1):
-            turn = Turn(TolerantParser(library, Role.ASSISTANT), reading)
+            turn = Turn(TolerantParser(library), reading)
             events = [event for token in text[:cut] for event in turn.feed(token)] + turn.end("length")
             for part in turn.parts:
                 own = [event for event in events if event.part is part]
