@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("openai_harmony")
 
+from openai_harmony import HarmonyEncoding
+
 from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.turn import Reading, Turn, forced_calls
@@ -19,7 +21,7 @@ from npu_gptoss.harmony.parser import TolerantParser
 from tests.frontend.apis import answered, gathered
 from tests.frontend.conftest import MESSAGES, Script, run
 from tests.frontend.turns import CALL, FOUR, NAMED, NEXT, PARIS, THOUGHT, TURNS, TWO_CALLS, WEATHER, final
-from tests.harmony.test_parser import noisy, spoiled, tokens_of, well_formed
+from tests.harmony.test_parser import Written, tokens_of, well_formed
 
 FINAL = "<|channel|>final<|message|>"
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|>" + NEXT
@@ -202,6 +204,41 @@ def test_a_turn_that_ends_anywhere_is_streamed_otherwise(library, tokens):
 def test_forced_calls_have_other_arguments_than_were_written(content, calls):
     assert forced_calls(Reading("required"), content) == calls
     assert forced_calls(Reading(), content) == []
+
+
+BEGINS = ("", "assistant", "<|start|>", "<|start|>assistant<|start|>assistant", "\n<|start|>assistant")
+MARKS = ("start", "end", "message", "channel", "constrain", "return", "call")
+
+
+def spoiled(messages: list[Written], draw: random.Random) -> list[str]:
+    """The same texts, none of them touched, in messages whose headers and surroundings are badly spelled."""
+    parts = []
+    for index, message in enumerate(messages):
+        begin = draw.choice((message.begin, *BEGINS)) if index else message.begin
+        header = draw.choice(
+            (
+                message.header,
+                message.header.replace("<|channel|>", "<|channel|>––"),
+                message.header + " nonsense",
+                message.header + "<|channel|>" + message.header.removeprefix("<|channel|>"),
+                "<|constrain|>" + message.header,
+            )
+        )
+        parts += (begin, f"{header}<|message|>", message.text, message.end)
+        if message.end == "<|end|>":
+            parts.append(draw.choice(("", "", " junk ", "<|end|>", "<|constrain|>")))
+    return parts
+
+
+def noisy(library: HarmonyEncoding, draw: random.Random) -> list[int]:
+    """Well-formed messages of which tokens are left out, exchanged, or followed by any others."""
+    marks = library.encode("".join(f"<|{mark}|>" for mark in MARKS), allowed_special="all")
+    tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
+    for _ in range(draw.randrange(6)):
+        at = draw.randrange(len(tokens))
+        tokens[at : at + draw.randrange(2)] = draw.choice(([], [draw.choice(marks)], [draw.randrange(201_088)]))
+        tokens = tokens or [200_006]
+    return tokens
 
 
 def test_text_is_lost_by_the_spelling_of_its_header(ask):

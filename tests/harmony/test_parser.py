@@ -1,5 +1,4 @@
-"""Turns of a model, well or badly spelled: nothing raises, no text is lost, and well-formed turns
-are read like openai-harmony's strict parser reads them."""
+"""Turns of a model, well or badly spelled. tests/frontend/test_turn.py has any spelling, and any tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +11,9 @@ import pytest
 
 pytest.importorskip("openai_harmony")
 
-from openai_harmony import HarmonyEncoding, HarmonyError, Role, StreamableParser
+from openai_harmony import HarmonyEncoding, Role, StreamableParser
 
-from npu_gptoss.harmony.parser import TolerantParser, kind_of, text_of
-
-STREAMS = 2_000  # of each of two kinds
-BEGINS = ("", "assistant", "<|start|>", "<|start|>assistant<|start|>assistant", "\n<|start|>assistant")
-MARKS = ("start", "end", "message", "channel", "constrain", "return", "call")
+from npu_gptoss.harmony.parser import TolerantParser, text_of
 
 
 @dataclass(frozen=True)
@@ -50,26 +45,6 @@ def well_formed(draw: random.Random) -> list[Written]:
     ]
 
 
-def spoiled(messages: list[Written], draw: random.Random) -> list[str]:
-    """The same texts, none of them touched, in messages whose headers and surroundings are badly spelled."""
-    parts = []
-    for index, message in enumerate(messages):
-        begin = draw.choice((message.begin, *BEGINS)) if index else message.begin
-        header = draw.choice(
-            (
-                message.header,
-                message.header.replace("<|channel|>", "<|channel|>––"),
-                message.header + " nonsense",
-                message.header + "<|channel|>" + message.header.removeprefix("<|channel|>"),
-                "<|constrain|>" + message.header,
-            )
-        )
-        parts += (begin, f"{header}<|message|>", message.text, message.end)
-        if message.end == "<|end|>":
-            parts.append(draw.choice(("", "", " junk ", "<|end|>", "<|constrain|>")))
-    return parts
-
-
 @functools.cache
 def encoded(library: HarmonyEncoding, piece: str) -> list[int]:
     return library.encode(piece, allowed_special="all")
@@ -79,42 +54,12 @@ def tokens_of(library: HarmonyEncoding, pieces: Iterable[str]) -> list[int]:
     return [token for piece in pieces for token in encoded(library, piece)]
 
 
-def noisy(library: HarmonyEncoding, draw: random.Random) -> list[int]:
-    """Well-formed messages of which tokens are left out, exchanged, or followed by any others."""
-    marks = library.encode("".join(f"<|{mark}|>" for mark in MARKS), allowed_special="all")
-    tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
-    for _ in range(draw.randrange(6)):
-        at = draw.randrange(len(tokens))
-        tokens[at : at + draw.randrange(2)] = draw.choice(([], [draw.choice(marks)], [draw.randrange(201_088)]))
-        tokens = tokens or [200_006]
-    return tokens
-
-
 def read(library: HarmonyEncoding, tokens: list[int]) -> tuple[TolerantParser, str]:
     """The parser at the end, and the text that it emitted on the way."""
     parser, told = TolerantParser(library), ""
     for token in tokens:
         told += parser.process(token).last_content_delta or ""
     return parser, told
-
-
-def test_no_text_of_a_message_is_lost_however_its_header_is_spelled(library):
-    draw = random.Random(0)
-    for _ in range(STREAMS):
-        messages = well_formed(draw)
-        pieces = spoiled(messages, draw)
-        parser, told = read(library, tokens_of(library, pieces))
-        at = 0
-        for message in messages:
-            at = told.find(message.text, at) + len(message.text)
-            assert at >= len(message.text), f"{message.text!r} of {pieces} is not in {told!r}"
-        assert all(kind_of(m.author.role, m.channel, m.recipient) for m in parser.messages), pieces
-
-
-def test_any_tokens_at_all_are_read_without_an_exception(library):
-    draw = random.Random(1)
-    for _ in range(STREAMS):
-        read(library, noisy(library, draw))
 
 
 def test_well_formed_turns_are_read_like_the_strict_parser(library):
@@ -202,12 +147,6 @@ def test_text_of_a_message_that_ends_in_its_header_is_kept(library, text, channe
     assert (message.channel, message.recipient, text_of(message).strip()) == (channel, recipient, content)
 
 
-@pytest.mark.parametrize("header", ["", "<|channel|>final", "<|channel|>commentary to=functions.f <|constrain|>json"])
-def test_a_header_that_is_cut_off_is_no_text(library, header):
-    parser, _ = read(library, library.encode(header, allowed_special="all"))
-    assert parser.process_eos().messages == []
-
-
 @pytest.mark.parametrize(
     ("header", "recipient"),
     [
@@ -221,19 +160,3 @@ def test_a_recipient_has_no_control_tokens(library, header, recipient):
     parser, _ = read(library, library.encode(f"<|channel|>{header}<|message|>{{}}<|call|>", allowed_special="all"))
     (message,) = parser.messages
     assert (message.channel, message.recipient, text_of(message)) == ("commentary", recipient, "{}")
-
-
-def test_the_strict_parser_fails_where_ours_reads_on(library):
-    """Else the properties above would say nothing."""
-    draw, failures = random.Random(0), 0
-    for _ in range(500):
-        strict = StreamableParser(library, role=Role.ASSISTANT)
-        messages = well_formed(draw)
-        try:
-            for token in tokens_of(library, spoiled(messages, draw)):
-                strict.process(token)
-            told = "".join(map(text_of, strict.messages)) + (strict.current_content or "")
-            failures += any(message.text not in told for message in messages)
-        except HarmonyError:
-            failures += 1
-    assert failures > 250
