@@ -17,7 +17,6 @@ from npu_gptoss.attention import AttentionMetadata, paged_attention
 from npu_gptoss.serving import attention
 from npu_gptoss.serving.attention import SinkAttentionBackend, SinkAttentionImpl, SinkAttentionMetadataBuilder
 from tests.refused import refused
-from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.serving
 
@@ -192,20 +191,3 @@ def test_a_kernel_call_that_keeps_its_padding_would_be_seen(builder, cache, monk
     monkeypatch.setattr(attention, "paged_attention", keeps_the_tail)
     output = run(implementation(), cache, builder.build(0, common_metadata()), PADDED, 0.0)
     assert not torch.isfinite(output).all()
-
-
-def test_the_layer_hands_its_sinks_scale_and_window_to_the_definition(builder, cache):
-    metadata = builder.build(0, common_metadata())
-    layer = implementation()
-    got = run(layer, cache, metadata, TOKENS, 0.0)
-    want = paged_attention(
-        rows(TOKENS, HEADS, 0),
-        cache[0],
-        cache[1],
-        metadata,
-        torch.linspace(-1.0, 2.0, HEADS),
-        scale=HEAD_DIM**-0.5,
-        sliding_window=WINDOW,
-        kernel="reference",
-    )
-    assert_close(got, want)
