@@ -6,16 +6,15 @@ valid one would be generated to the end of the context.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.clients.places import TODAY, venv
 from tests.serving.server import Server, serve
@@ -44,8 +43,9 @@ class Beside:
     """An honest request, again and again, until `close`; `wrong` has the other answers."""
 
     def __init__(self, server: Server) -> None:
-        body = {"model": server.name, "temperature": 0, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
-        self.data, self.url = json.dumps(body).encode(), f"{server.url}/v1/chat/completions"
+        question = {"role": "user", "content": "What is 3 + 4?"}
+        self.body = {"model": server.name, "temperature": 0, "messages": [question]}
+        self.url = f"{server.url}/v1/chat/completions"
         self.answers, self.wrong, self.slowest = 0, [], 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
@@ -55,9 +55,8 @@ class Beside:
         while not self._end.is_set():
             begin = time.monotonic()
             try:
-                request = urllib.request.Request(self.url, self.data, {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=ANSWER_LIMIT) as response:
-                    content = json.load(response)["choices"][0]["message"]["content"]
+                reply = requests.post(self.url, json=self.body, timeout=ANSWER_LIMIT)
+                content = reply.json()["choices"][0]["message"]["content"] if reply.ok else reply.text
                 if content != "3 + 4 = 7.":
                     self.wrong.append(content)
             except (OSError, ValueError) as error:

@@ -10,13 +10,13 @@ import os
 import re
 import shlex
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 from emulator.tests.machine import venv
@@ -60,16 +60,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         words = shlex.split(next(line for line in out.read_text().splitlines() if line.strip().startswith("curl ")))
         os.truncate(trace, 0)  # the canary's replays
         reply = post(next(word for word in words if word.startswith("http")), json.loads(words[words.index("-d") + 1]))
-        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-            metrics = response.read().decode()
+        metrics = requests.get(f"{url}/metrics", timeout=60).text
         (folder / "first.jsonl").write_bytes(trace.read_bytes())
         yield Served(out.read_text(), url, reply, metrics, folder / "first.jsonl")
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as response:
-        return json.load(response)
+    return requests.post(url, json=body, timeout=300).json()
 
 
 def test_the_printed_request_is_answered_rightly(served: Served) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import requests
 
 KINDS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}),
@@ -57,14 +55,10 @@ class InFlight:
 def _ask(url: str, model: str, answer: Answer) -> None:
     path, fields = KINDS[answer.kind]
     body = {"model": model, "max_tokens": LONG, "stream": answer.streamed, **fields}
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
-            answer.text = response.read().decode()
-            answer.status = response.status
-    except urllib.error.HTTPError as error:
-        answer.text, answer.status = error.read().decode(), error.code
-    except (OSError, http.client.HTTPException) as error:
+        reply = requests.post(url + path, json=body, timeout=120)
+        answer.text, answer.status = reply.content.decode(), reply.status_code
+    except requests.RequestException as error:
         answer.text, answer.status = repr(error), 0
 
 

@@ -7,10 +7,11 @@ import os
 import re
 import socket
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import requests
 
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from npu_gptoss.serving.compat.server.ports import quiet_port
@@ -29,8 +30,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all series of a Prometheus metric that carry these labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            text = response.read().decode()
+        text = requests.get(f"{self.url}/metrics", timeout=30).text
         total = 0.0
         for series, value in re.findall(rf"^{re.escape(name)}(?:\{{(.*?)\}})? (\S+)$", text, re.M):
             if all(f'{key}="{wanted}"' in series for key, wanted in labels.items()):
@@ -38,8 +38,7 @@ class Server:
         return total
 
     def is_alive(self) -> bool:
-        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as response:
-            return response.status == 200
+        return requests.get(f"{self.url}/health", timeout=30).ok
 
 
 def free_port() -> int:

@@ -10,12 +10,12 @@ import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import requests
 
 from tests.endure.scenarios import OBJECT, TOOLS
 from tests.markdown import ROOT, code_blocks
@@ -177,13 +177,11 @@ HOSTILE_HERE = ("chat-body-list", "completions-prompt--1", "chat-n-100000", "cha
 
 def test_hostile_requests_are_refused_and_the_server_goes_on(client: OpenAI, server: Server) -> None:
     """Each of them ended stock vLLM's engine or its HTTP process, or was answered 500. Behind the test of the log."""
-    import httpx
-
     from tests.serving.hostile import HOSTILE
 
     headers = {"Content-Type": "application/json"}
     for case in (case for case in HOSTILE if case.name in HOSTILE_HERE):
-        reply = httpx.post(f"{server.url}{case.route}", content=case.body, headers=headers, timeout=60)
+        reply = requests.post(f"{server.url}{case.route}", case.body, headers=headers, timeout=60)
         assert reply.status_code == case.status, (case.name, reply.text)
         if case.status != 200:
             assert reply.json()["error"]["param"] == case.param, case.name
@@ -198,11 +196,8 @@ ANSWER = 9  # tokens
 
 def complete(server: Server, prompt: list[int]) -> None:
     body = {"model": server.name, "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        assert json.load(response)["usage"]["completion_tokens"] == ANSWER
+    reply = requests.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert reply.json()["usage"]["completion_tokens"] == ANSWER
 
 
 def test_every_row_is_counted_as_eager_and_none_as_padding(server: Server) -> None:
@@ -244,8 +239,7 @@ def test_every_series_and_label_of_the_dashboard_is_there(server: Server) -> Non
     from tests.docker.dashboard import alerts, missing, queries
 
     complete(server, [1, 2, 3])
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
-        families = text_string_to_metric_families(response.read().decode())
+    families = text_string_to_metric_families(requests.get(f"{server.url}/metrics", timeout=30).text)
     exposed: dict[str, set[str]] = {"up": {"job", "instance"}}  # Prometheus's own
     for sample in (sample for family in families for sample in family.samples):
         exposed.setdefault(sample.name, {"instance"}).update(sample.labels)
@@ -257,9 +251,6 @@ def test_a_refused_request_is_not_counted(server: Server) -> None:
     """The admission refuses before vLLM's counter of answers sees the request."""
     before = server.metric("npu_gptoss_refused_requests_total", status="400")
     for body in (b"no json", b'{"model": "gpt-oss-tiny", "messages": [], "temperature": "hot"}'):
-        request = urllib.request.Request(
-            f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
-        )
-        with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(request, timeout=30)
+        headers = {"Content-Type": "application/json"}
+        assert not requests.post(f"{server.url}/v1/chat/completions", body, headers=headers, timeout=30).ok
     assert server.metric("npu_gptoss_refused_requests_total", status="400") - before == 2

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from docker import healthcheck
 from scripts import serve_here
@@ -31,11 +30,7 @@ class Started(Served):
         return self
 
     def health(self) -> int:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as response:
-                return response.status
-        except urllib.error.HTTPError as error:
-            return error.code
+        return requests.get(f"{self.url}/health", timeout=30).status_code
 
     def busy(self) -> InFlight:
         requests = InFlight(self.url, NAME)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import Popen
 
 import pytest
+import requests
 
 pytest.importorskip("vllm")
 
@@ -51,13 +49,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Po
 def answer(server: Server, question: str) -> str | int:
     """The content of the answer, or the status of its refusal."""
     body = {"model": server.name, "temperature": 0, "messages": [{"role": "user", "content": question}]}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)["choices"][0]["message"]["content"]
-    except urllib.error.HTTPError as error:
-        return error.code
+    reply = requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    return reply.json()["choices"][0]["message"]["content"] if reply.ok else reply.status_code
 
 
 def test_the_engines_of_two_nodes_answer_rightly_together(nodes) -> None:

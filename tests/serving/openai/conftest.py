@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import requests
 
 pytest.importorskip("vllm")
 
@@ -128,12 +127,9 @@ class Server:
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, raw, {"Content-Type": "application/json", **headers})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return Answer(response.status, dict(response.headers), response.read().decode())
-        except urllib.error.HTTPError as error:
-            return Answer(error.code, dict(error.headers), error.read().decode())
+        headers = {"Content-Type": "application/json", **headers}
+        reply = requests.post(self.url + path, raw, headers=headers, timeout=60)
+        return Answer(reply.status_code, reply.headers, reply.content.decode())
 
     def chat(self, written: str = "", /, **fields: Any) -> Answer:
         """Returns the answer of a chat for which the model writes this text."""

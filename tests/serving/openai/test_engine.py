@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import pytest
+import requests
 
 from npu_gptoss.frontend import chat, messages, responses
 from npu_gptoss.harmony.encoding import Encoder
@@ -164,7 +164,7 @@ def test_server_answers_while_a_long_conversation_is_encoded(server: Server, rou
             waits = []
             while not all(answer.done() for answer in asked):
                 start = time.monotonic()
-                urllib.request.urlopen(f"{server.url}/health", timeout=30).close()
+                requests.get(f"{server.url}/health", timeout=30).raise_for_status()
                 waits.append(time.monotonic() - start)
                 time.sleep(0.02)
             assert {answer.result().status for answer in asked} <= {200, 400, 404}

@@ -6,11 +6,10 @@ The cases F1 to F26 come from a survey of public bug reports about servers of gp
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
+import requests
 
 from tests.frontend.apis import APIS, gathered, of_message, of_response
 from tests.frontend.turns import ANSWER, BASH, CALL, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to
@@ -198,21 +197,18 @@ def test_refusal_names_the_field_and_nothing_of_pydantic(
 
 def test_a_response_is_stored_retrieved_and_continued(server: Server) -> None:
     first = server.respond(THOUGHT + NEXT + "<|channel|>final<|message|>One.<|return|>").json
-    with urllib.request.urlopen(f"{server.url}/v1/responses/{first['id']}", timeout=30) as response:
-        assert json.load(response) == first
+    assert requests.get(f"{server.url}/v1/responses/{first['id']}", timeout=30).json() == first
     second = server.respond(ANSWER, previous_response_id=first["id"], enable_response_messages=True).json
     assert "One." in json.dumps(second["input_messages"])
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(f"{server.url}/v1/responses/resp_none", timeout=30)
-    assert error.value.code == 404
+    assert requests.get(f"{server.url}/v1/responses/resp_none", timeout=30).status_code == 404
 
 
 def test_a_background_response_ends_and_its_events_replay(server: Server) -> None:
     events = server.respond(ANSWER, background=True, stream=True).events
     assert events[-1]["type"] == "response.completed"
     number = events[-1]["response"]["id"]
-    with urllib.request.urlopen(f"{server.url}/v1/responses/{number}?stream=true", timeout=30) as response:
-        again = Answer(200, {}, response.read().decode()).events
+    reply = requests.get(f"{server.url}/v1/responses/{number}?stream=true", timeout=30)
+    again = Answer(200, {}, reply.content.decode()).events
     assert again == events
     queued = server.respond(ANSWER, background=True).json
     assert queued["status"] in ("queued", "in_progress", "completed")
@@ -246,9 +242,8 @@ def test_stored_item_is_not_found_by_its_id(server: Server) -> None:
 
 def test_stream_of_a_response_without_events_is_torn(server: Server) -> None:
     first = server.respond(ANSWER).json
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(f"{server.url}/v1/responses/{first['id']}?stream=true", timeout=30)
-    assert (error.value.code, json.load(error.value)["error"]["param"]) == (400, "stream")
+    reply = requests.get(f"{server.url}/v1/responses/{first['id']}?stream=true", timeout=30)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
 
 
 def test_null_length_of_a_completion_is_a_fault_of_the_server(server: Server) -> None:
