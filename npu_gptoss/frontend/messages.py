@@ -77,10 +77,9 @@ def error_type(status: int) -> str:
     return ERROR_TYPES.get(int(status), "api_error" if status >= 500 else "invalid_request_error")
 
 
-def error_body(message: str, status: int, request_id: str | None = None) -> Json:
+def error_body(message: str, status: int) -> Json:
     """Returns an error in Anthropic's form."""
-    body: Json = {"type": "error", "error": {"type": error_type(status), "message": message}}
-    return body | ({"request_id": request_id} if request_id else {})
+    return {"type": "error", "error": {"type": error_type(status), "message": message}}
 
 
 # From these details Anthropic's SDK (2.14) learns that its tool runner must send each conversation whole.

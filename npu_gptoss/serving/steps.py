@@ -43,15 +43,13 @@ class Step:
 SECONDS_BETWEEN_LOOKS = 1.0  # kernels do not change once all sizes have been computed
 
 
-def kernel_report(
-    selected_kernels: Callable[[], Kernels], clock: Callable[[], float] = time.monotonic
-) -> Callable[[str], str]:
+def kernel_report(selected_kernels: Callable[[], Kernels]) -> Callable[[str], str]:
     """Returns a function that appends this process's kernels to the name of a step's mode, at most once a second."""
     looked, suffix = float("-inf"), ""
 
     def with_kernels(mode: str) -> str:
         nonlocal looked, suffix
-        if (now := clock()) - looked >= SECONDS_BETWEEN_LOOKS:
+        if (now := time.monotonic()) - looked >= SECONDS_BETWEEN_LOOKS:
             found = selected_kernels()  # none for another model
             looked, suffix = now, f" {json.dumps(found)}" if found else ""
         return mode + suffix
