@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from npu_gptoss.serving.releases import here
-from npu_gptoss.serving.releases.vllm import ChatCompletionRequest
+from tests.serving.conftest import found
 
 LINE = here().name
 OLD = LINE == "0.11"
@@ -27,30 +27,15 @@ ON_0_23 = (
 HERE = {"0.23": ON_0_23, "0.33": ON_0_33}.get(LINE)  # None: all files except those for newer releases only
 
 
-def chat_class() -> Any:
-    return ChatCompletionRequest
-
-
 def completion_class() -> Any:
-    if OLD:
-        from vllm.entrypoints.openai.protocol import CompletionRequest
-    else:
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    return CompletionRequest
+    return found("CompletionRequest", "vllm.entrypoints.openai.completion.protocol", "vllm.entrypoints.openai.protocol")
 
 
 @functools.cache
 def server_parser() -> Any:
     """Returns the parser of `vllm serve`."""
-    if LINE == "0.33":
-        from vllm.entrypoints.common.cli_args import make_arg_parser
-    else:
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
-    if OLD:
-        from vllm.utils import FlexibleArgumentParser
-    else:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    return make_arg_parser(FlexibleArgumentParser())
+    make = found("make_arg_parser", "vllm.entrypoints.common.cli_args", "vllm.entrypoints.openai.cli_args")
+    return make(found("FlexibleArgumentParser", "vllm.utils.argparse_utils", "vllm.utils")())
 
 
 def parsed(*flags: str) -> Any:
@@ -60,24 +45,13 @@ def parsed(*flags: str) -> Any:
 
 def application(arguments: Any) -> Any:
     """Returns vLLM's application, without state."""
-    if LINE != "0.33":
-        from vllm.entrypoints.openai import api_server
-
-        return api_server.build_app(arguments, *(() if OLD else (("generate",), None)))
-    from vllm.entrypoints.launchers.api_server import entry
-
-    return entry.build_app(arguments, ("generate",), None)
+    build = found("build_app", "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+    return build(arguments, *(() if OLD else (("generate",), None)))
 
 
 def input_processor() -> Any:
     """Returns the class that turns inputs into requests for the engine core."""
-    if OLD:
-        from vllm.v1.engine.processor import Processor
-
-        return Processor
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    return InputProcessor
+    return found("InputProcessor", "vllm.v1.engine.input_processor") or found("Processor", "vllm.v1.engine.processor")
 
 
 def validate(params: Any, model_config: Any, structured_outputs_config: Any) -> None:
@@ -85,10 +59,8 @@ def validate(params: Any, model_config: Any, structured_outputs_config: Any) -> 
     if OLD:
         import types
 
-        from vllm.v1.engine.processor import Processor
-
         reader = types.SimpleNamespace(structured_outputs_config=structured_outputs_config, model_config=model_config)
-        Processor._validate_structured_output(reader, params)
+        input_processor()._validate_structured_output(reader, params)
     else:
         configs = (model_config, structured_outputs_config)[LINE == "0.23" :]
         params._validate_structured_outputs(*configs, object())

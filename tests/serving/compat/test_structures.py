@@ -20,6 +20,7 @@ from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.structures import StructureCompiler, structure_of
 from npu_gptoss.serving.releases import here
+from npu_gptoss.serving.releases.vllm import ChatCompletionRequest
 from tests.serving.compat import of_release
 from tests.serving.compat.of_release import LINE, OLD
 
@@ -86,7 +87,7 @@ def test_structural_tag_is_not_parsed_while_a_request_is_read(
     monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", parsed.append)
     fields = {"messages": [{"role": "user", "content": "hi"}], "response_format": TAG}
     with patched("structure-tags"):
-        of_release.chat_class()(**fields)
+        ChatCompletionRequest(**fields)
         of_release.completion_class()(prompt="a", response_format=TAG)
         assert not parsed
         admitted._remember('{"regex": "a"}', Verdict(backend="guidance", fields={"regex": "a"}))
