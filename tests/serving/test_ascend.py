@@ -26,18 +26,6 @@ from tests.refused import refused
 pytestmark = pytest.mark.serving
 
 
-@pytest.mark.parametrize("release", ["0.11.0", "0.11.0rc1", "0.11.0rc3", "0.11.0+local"])
-def test_releases_inside_of_the_window(release):
-    assert limits.version_objection(release) is None
-
-
-@pytest.mark.parametrize("release", ["0.11.0rc0", "0.12.0rc1", "0.10.2rc1", "0.11.1", None])
-def test_releases_outside_of_the_window_are_named_with_a_remedy(release):
-    refusal = limits.version_objection(release)
-    assert refusal.asked == f"vllm-ascend {release or 'without a version'}"
-    assert refusal.remedy == "install vllm-ascend 0.11.0"
-
-
 def operator(*arguments: str) -> SimpleNamespace:
     schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in arguments])
     return SimpleNamespace(default=SimpleNamespace(_schema=schema))
