@@ -172,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--requests", type=float, default=float("inf"), help="end after so many")
     parser.add_argument("--in-flight", type=int, default=IN_FLIGHT)
+    parser.add_argument("--ahead", type=int, default=AHEAD, help="requests asked alone before (default %(default)s)")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="(default: of the time)")
     parser.add_argument("--out", type=Path, default=OUT, help="where records go (default outputs/endure)")
     parser.add_argument("--list", action="store_true", help="list the scenarios")
@@ -210,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     requests=options.requests,
                     seed=options.seed,
                     in_flight=options.in_flight,
+                    ahead=options.ahead,
                     progress=True,
                 )
             finally:
