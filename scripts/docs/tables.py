@@ -131,13 +131,13 @@ def presets() -> str:
 def endured(folder: Path = ENDURE) -> str:
     from tests.endure import judge  # and with it much that the other tables do without
 
-    return "\n" + judge.table(judge.load(folder))
+    return judge.table(judge.load(folder))
 
 
 def faults() -> str:
     from tests.endure.faults import load, table
 
-    return "\n" + table(load(FAULTS))
+    return table(load(FAULTS))
 
 
 def forms() -> str:
