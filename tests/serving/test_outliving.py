@@ -22,7 +22,7 @@ SHORT = Run(streams=8, kills=2, kinds=("greedy", "seeded", "structured", "chat")
 EMULATED = [pytest.mark.emulated, pytest.mark.long]
 RUNS = {
     "short": (SHORT, ()),
-    "short, vLLM 0.33": (replace(SHORT, stack="cpu-0.33"), pytest.mark.vllm033),
+    "short, vLLM 0.33": (replace(SHORT, stack="cpu-0.33"), [pytest.mark.vllm033, pytest.mark.long]),
     "short, two engines": (replace(SHORT, engines=2), pytest.mark.long),
     "short, CANN 8.3": (replace(SHORT, stack="emulated"), EMULATED),
     "short, CANN 9.1": (replace(SHORT, stack="emulated-9.1"), EMULATED),
