@@ -73,7 +73,7 @@ class Stack:
     def flags(self) -> list[str]:
         graphs = ["--compilation-config", json.dumps({"cudagraph_mode": MODES[self.mode]})] if self.mode else []
         # without bfloat16 instructions the output projection alone takes four times as long in bfloat16
-        dtype = ["--dtype", "float32"] if self.stack in ("cpu", CPU_0_33) else []
+        dtype = ["--dtype", "float32"] if self.stack == "cpu" else []
         batch = ["--max-num-seqs", str(self.at_a_time), "--scheduling-policy", self.policy]
         if self.stack == "cuda":
             sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
