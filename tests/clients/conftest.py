@@ -43,4 +43,4 @@ def _release(request: pytest.FixtureRequest, record_property: Callable[[str, obj
     """For the table of docs/use-it-from.md (table.py)."""
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     release = params.get("server") or params.get("scripted")
-    record_property("release", {"cpu": "0.11", "emulated-9.1": "0.23", CPU_0_33: "0.33"}.get(release, release))
+    record_property("release", {stack: release for release, stack in SERVED.items()}.get(release, release))

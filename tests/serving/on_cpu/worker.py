@@ -40,7 +40,7 @@ class Request:
 class Step:
     names: list[str] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    logits: torch.Tensor | None = None  # of the chunks that end with a new token, [rows, vocab] float32
+    logits: torch.Tensor | None = None  # behind the last row of each chunk, [chunks, vocab] float32
 
 
 class Worker(WorkerBase):

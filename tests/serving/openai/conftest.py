@@ -25,6 +25,7 @@ from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
 from scripts import serve_here
+from tests.serving import on_cpu
 from tests.serving.scripted import SAMPLING
 from tests.serving.server import START_LIMIT, free_port
 
@@ -64,7 +65,7 @@ def python_of(release: str) -> tuple[Path, dict[str, str]]:
     if release == "0.11":
         return Path(sys.executable), {}
     if release == "0.33":
-        return ROOT / ".venv-vllm033/bin/python", {"CUDA_VISIBLE_DEVICES": ""}
+        return on_cpu.PYTHON, {"CUDA_VISIBLE_DEVICES": ""}
     from ascend_emulator.launch import Machine, environment
 
     from emulator.tests.machine import venv
