@@ -43,7 +43,8 @@ LOCKS ?=
 UNLOCKED ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# hundreds of processes import the same packages; without this variable Python keeps them compiled
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # the tests that are left out: with their environment, emulated, evalscope, docs, vllm033, ascend_compiler; those of `make test-clients`; and long
 # ones but by `make test-all`
 SKIPPED = clients $(if $(ALL),,long) $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs) $(if $(filter 0,$(VLLM033)),vllm033) $(if $(filter 0,$(ASCEND_COMPILER)),ascend_compiler)

@@ -5,8 +5,8 @@ can be asked over HTTP on a machine that its engine does not run on. The model w
 Without a rule that fits, it writes the last message of the prompt as harmony, control tokens included, or a prompt that
 is no conversation unchanged. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first that is
 found in the prompt applies. In the model's text, `SAMPLING` stands for the request that the engine got, as JSON, at
-`ERROR` the engine ends the request with an error, at `PAUSES` as an operator's pause does, at `WAITS` it says no more,
-and at each `DIES` it dies, once.
+`ERROR` the engine ends the request with an error, at `PAUSES` as an operator's pause does, and at each
+`DIES` it dies, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 START, MESSAGE, END = 200006, 200008, 200007
 TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
-SAMPLING, ERROR, PAUSES, WAITS, DIES = "@sampling@", "@error@", "@pauses@", "@waits@", "@dies@"
+SAMPLING, ERROR, PAUSES, DIES = "@sampling@", "@error@", "@pauses@", "@dies@"
 Reply = Callable[[Sequence[int]], str]  # the prompt's tokens -> what the model writes
 
 
@@ -87,7 +87,7 @@ class Core:
         sent, text = len(request.prompt_token_ids) - len(prompt), self.reply(prompt)
         if SAMPLING in text:
             text = text.replace(SAMPLING, json.dumps(told(request, library)).replace("<|", r"<\u007c"))
-        text, fails, _ = (*re.split(f"({ERROR}|{PAUSES}|{WAITS})", text, maxsplit=1), "", "")[:3]
+        text, fails, _ = (*re.split(f"({ERROR}|{PAUSES})", text, maxsplit=1), "", "")[:3]
         for part in text.split(DIES):
             tokens += library.encode(part, allowed_special="all")
             deaths.append(len(tokens))

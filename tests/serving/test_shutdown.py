@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,12 +85,22 @@ def test_a_signal_under_load_answers_every_client(started, monkeypatch):
     told_to_stop(started, lambda: started.process.send_signal(signal.SIGTERM))
 
 
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
 def told_to_stop(started: Started, stop: Callable[[], None]) -> None:
-    """Under load every client gets an answer, and no process is left."""
+    """Under load every client gets an answer, one on its way too, a body that never ends holds nothing up, and no
+    process is left."""
     requests = started.busy()
     assert started.health() == 200, "busy is not dead"
-    stop()
-    status, seconds = started.ended(40)
+    with connected(started.port) as late, connected(started.port) as endless:
+        endless.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{")
+        stop()
+        late.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert late.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        status, seconds = started.ended(40)
+        assert endless.recv(1 << 16).startswith(b"HTTP/1.1 503")
     assert status == 0
     assert seconds < 10
     for answer in requests.wait(5):

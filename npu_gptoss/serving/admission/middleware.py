@@ -95,7 +95,11 @@ class AdmissionMiddleware:
             raise self._too_large()
         chunks, held = [], 0
         while True:
-            message = await receive()
+            try:
+                message = await receive()
+            except asyncio.CancelledError:  # uvicorn's, at the end of a server
+                stops = "The body: expected all of it, got a part, and the server is shutting down. Send it again."
+                raise Refusal(stops, status=HTTPStatus.SERVICE_UNAVAILABLE) from None
             if message["type"] == "http.disconnect":
                 raise _Gone
             chunk = message.get("body", b"")

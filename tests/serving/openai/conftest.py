@@ -171,8 +171,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(release: str, model: Path, log: Path, *flags: str, lasts: bool = True, **settings: str) -> Iterator[Server]:
-    """settings: of the server's environment. lasts: it must not end before the tests do."""
+def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) -> Iterator[Server]:
+    """settings: of the server's environment. It must not end before the tests do."""
     python, variables = python_of(release)
     port = free_port()
     command = [str(python), "-m", "tests.serving.scripted", str(model), "--port", str(port), "--host", "127.0.0.1"]
@@ -190,7 +190,7 @@ def serve(release: str, model: Path, log: Path, *flags: str, lasts: bool = True,
     try:
         serve_here.wait_until_ready(process, server.url, log, timeout=START_LIMIT)
         yield server
-        assert not lasts or process.poll() is None, f"the server ended during the tests:\n{log.read_text()[-3000:]}"
+        assert process.poll() is None, f"the server ended during the tests:\n{log.read_text()[-3000:]}"
     finally:
         serve_here.stop(process)
 

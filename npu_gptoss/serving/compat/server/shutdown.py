@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 WATCH = 0.5  # seconds between two looks at the engine
+ARRIVE = 0.5  # seconds in which requests on their way are read; uvicorn cuts connections that have said nothing yet
 LAST_WORDS = 1.0  # seconds for the errors to reach the clients; then open connections are cut
 GRACE = 5.0  # further seconds until a parent kills its API servers; vLLM's default
 ENDS = "vLLM ends its engine last"
@@ -121,6 +122,7 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
     for number in SIGNALS:
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN if one_of_several else _at_once)
+    await asyncio.sleep(ARRIVE)
     count = engine.output_processor.get_num_unfinished_requests()
     logger.info(
         "npu-gptoss: stopping; %d requests in flight have %g s to finish. Another signal ends them at once.",
