@@ -97,6 +97,7 @@ def told_to_stop(started: Started, stop: Callable[[], None]) -> None:
     with connected(started.port) as late, connected(started.port) as endless:
         endless.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{")
         stop()
+        time.sleep(0.2)  # uvicorn cuts connections that have said nothing within 0.1 s
         late.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
         assert late.recv(1 << 16).startswith(b"HTTP/1.1 200")
         status, seconds = started.ended(40)
