@@ -36,12 +36,13 @@ COPY requirements/910b-8.3.txt requirements/910b-9.1.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
         ${PYTORCH_INDEX:+--extra-index-url "${PYTORCH_INDEX}"} -r "requirements/910b-${STACK}.txt"
 
-# vLLM of vllm-ascend's number. Without the variable torch would load torch-npu, which needs the host's driver.
+# vLLM of vllm-ascend's number, compiled here and not at each start of a container. Without the variable torch would load
+# torch-npu, which needs the host's driver.
 COPY requirements/uv.txt requirements/vllm-0.11.0.txt requirements/vllm-0.23.0.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/uv.txt \
     && release="$(sed -n 's/^vllm-ascend==\([0-9.]*\).*/\1/p' "requirements/910b-${STACK}.txt")" \
     && VLLM_TARGET_DEVICE=empty TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 -m uv pip install \
-        --python "$(command -v python3)" --no-cache --no-deps --no-build-isolation --require-hashes \
+        --python "$(command -v python3)" --no-cache --no-deps --no-build-isolation --require-hashes --compile-bytecode \
         ${PIP_INDEX_URL:+--default-index "${PIP_INDEX_URL}"} -r "requirements/vllm-${release}.txt"
 
 COPY pyproject.toml README.md LICENSE ./

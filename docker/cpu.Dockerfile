@@ -19,7 +19,7 @@ RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
 COPY requirements/uv.txt requirements/vllm-0.11.0.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/uv.txt \
     && VLLM_TARGET_DEVICE=empty python3 -m uv pip install --python "$(command -v python3)" --no-cache --no-deps \
-        --no-build-isolation --require-hashes ${PIP_INDEX_URL:+--default-index "${PIP_INDEX_URL}"} \
+        --no-build-isolation --require-hashes --compile-bytecode ${PIP_INDEX_URL:+--default-index "${PIP_INDEX_URL}"} \
         -r requirements/vllm-0.11.0.txt
 
 COPY pyproject.toml README.md LICENSE ./
