@@ -230,17 +230,21 @@ def load(folder: Path) -> list[Record]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """The page's table: one row for each stack and scenario; their runs are added up."""
+    """The page's table: a row for each server and scenario; runs of each policy and mode of graphs, which the names of
+    records have, are added up."""
     head = "| server | scenario | runs | minutes | requests | honest, equal | hostile, as due | rude | deaths |"
     rows = [head + " slowest `/health` | engine's memory, MiB a minute | slopes |", "|" + " --- |" * 12]
-    for stack, scenario in sorted({(record.stack, record.scenario) for record in records}):
-        runs = [record for record in records if (record.stack, record.scenario) == (stack, scenario)]
+    rows_of: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        parts = [part for part in record.stack.split("-") if part not in ("fcfs", "priority", "piecewise", "full")]
+        rows_of.setdefault((", ".join(parts), record.scenario), []).append(record)
+    for (server, scenario), runs in sorted(rows_of.items()):
 
         def total(group: str, outcome: str = "", runs: list[Record] = runs) -> int:
             return sum(run.number(group, outcome) for run in runs)
 
         near, told = total("honest", NEAR_TIE), total("honest", UNSERVED)
-        cells: list[Any] = [stack.replace("-", ", "), scenario, len(runs), f"{sum(r.seconds for r in runs) / 60:.0f}"]
+        cells: list[Any] = [server, scenario, len(runs), f"{sum(r.seconds for r in runs) / 60:.0f}"]
         cells += [
             sum(run.requests for run in runs),
             f"{total('honest', 'equal')} of {total('honest') - told}"

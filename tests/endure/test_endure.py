@@ -128,7 +128,7 @@ def test_a_broken_promise_is_found(fields: dict[str, Any], promise: str, tmp_pat
     judge.save(record(), tmp_path)
     (again,) = judge.load(tmp_path)
     assert (broken(again), judge.status(again)) == ([], 0)
-    assert "| cpu, fcfs | mix | 1 | 20 | 3 | 1 of 1 | 1 of 1 | 1 | 0 |" in judge.table([again])
+    assert "| cpu | mix | 1 | 20 | 3 | 1 of 1 | 1 of 1 | 1 | 0 |" in judge.table([again])
     assert "polyline" in judge.picture(again)
     assert broken(record(**fields)) == [promise]
 
