@@ -50,22 +50,20 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("verify --replay computes one call: leave out FILTER, --mutate, --compile and --json")
     if args.json is not None:
         check_place(args.json)
-    if args.compile and (args.mutate or args.jobs > 1 or args.device not in (AUTO, "cpu")):
-        raise InputError(
-            "verify --compile mutates sources itself, in one process on the CPU: leave out --mutate, --jobs, --device"
-        )
+    if args.compile and (args.jobs > 1 or args.device not in (AUTO, "cpu")):
+        raise InputError("verify --compile is one process on the CPU: leave out --jobs and --device")
     load_kernels()
     device = resolve_device("cpu" if args.compile else args.device)
     if args.replay is not None:
         return run_replay(args.replay, device)
     with kernels_for(device), torch.inference_mode(), one_thread():
-        options = {"seed": args.seed, "cases": args.cases}
+        options = {"seed": args.seed, "cases": args.cases, "mutate": args.mutate}
         if args.compile:  # on a made-up platform
             found, elsewhere = compiled.ascend_kernels(args.filter), {}
             made = (compiled.verify_compiled(target, **options) for target in found)
         else:
             found, elsewhere = targets(device, args.filter)
-            made = runner.reports(found, device, args.jobs, **options, mutate=args.mutate)
+            made = runner.reports(found, device, args.jobs, **options)
         print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
         reports, started = [], time.monotonic()
         for report in made:

@@ -2,7 +2,8 @@
 
 For every kernel that is registered for Ascend and written in Triton: Triton's interpreter against the definition; the
 kernel lowered by triton-ascend to linalg and built for this CPU, against the definition; each lowered program given to
-`bishengir-compile` for a 910B and a 910C; and mutations of the kernel's source, which the second step must notice.
+`bishengir-compile` for a 910B and a 910C; with --mutate mutations of the kernel's source, which the second step must
+notice.
 `ascend_emulator.compiler` has the tools; docs/verify.md explains an acceptance.
 """
 
@@ -58,7 +59,7 @@ def _in_triton(module: str) -> bool:
     return spec is not None and spec.origin is not None and "@triton.jit" in Path(spec.origin).read_text()
 
 
-def verify_compiled(target: Target, *, seed: int, cases: int) -> Report:
+def verify_compiled(target: Target, *, seed: int, cases: int, mutate: bool = False) -> Report:
     """All steps of one kernel. Raises InputError where the compiler is not installed.
 
     details: `programs`, with the plan of `ascend_emulator.compiler.planner`.
@@ -82,6 +83,8 @@ def verify_compiled(target: Target, *, seed: int, cases: int) -> Report:
                 kept.append(f"{program} for {card}: {_planned(seen)}")
         if not planned:
             report.reasons.append("no program was compiled")
+        if not mutate:
+            return report
         calls = [
             (call, target.check.definition(call.inputs), spec)
             for spec in specs_of(target.kernel, target.check, seed, cases)

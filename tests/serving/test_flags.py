@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,30 @@ MARKS = {
     "9.1": [pytest.mark.emulated, pytest.mark.slow],
     "cuda": [pytest.mark.vllm033, pytest.mark.slow],
 }
-Asked = Callable[[str], list[dict[str, Any]]]
+
+
+NGRAMS = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'"""
+
+
+def mode(name: str) -> str:
+    return f"""--compilation-config '{{"cudagraph_mode": "{name}"}}'"""
+
+
+GRAPHS = {  # on CANN 9.1; n-grams turn asynchronous scheduling off
+    "": "FULL_DECODE_ONLY",
+    "--no-async-scheduling": "FULL_DECODE_ONLY",
+    "-O0": "NONE",
+    "-O1": "PIECEWISE",
+    mode("FULL_AND_PIECEWISE"): "FULL_DECODE_ONLY",
+    f"{mode('FULL_AND_PIECEWISE')} --no-async-scheduling": "FULL_AND_PIECEWISE",
+    NGRAMS: "FULL_AND_PIECEWISE",
+    f"{NGRAMS} --tensor-parallel-size 2": "FULL_AND_PIECEWISE",
+    f"{NGRAMS} --enforce-eager": "NONE",
+    f"{NGRAMS} -O0": "NONE",
+    f"{NGRAMS} --compilation-config.mode 0": "FULL_DECODE_ONLY",  # no pieces without compilation
+    f"{NGRAMS} {mode('FULL_AND_PIECEWISE')}": "FULL_AND_PIECEWISE",
+    f"{NGRAMS} {mode('FULL_DECODE_ONLY')}": "FULL_DECODE_ONLY",
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +79,25 @@ def place(stack: str) -> tuple[str, dict[str, str]]:
     return str(venv(machine) / "bin/python"), environment(machine, venv(machine))
 
 
-def asked(stack: str, model: Path, flags: list[str]) -> list[dict[str, Any]]:
+@functools.cache  # one process for a stack, which takes seconds to import
+def answers(stack: str, model: Path) -> dict[str, dict[str, Any]]:
+    """What becomes of each line of flags."""
+    flags = [line for _, line in ROWS] + (list(GRAPHS) if stack == "9.1" else [])
     python, variables = place(stack)
     variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     variables.pop("NPU_GPTOSS", None)
     command = [python, "-m", "tests.serving.flags", str(model)]
     done = subprocess.run(command, cwd=ROOT, env=variables, input=json.dumps(flags), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(flags, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize("stack", [pytest.param(stack, marks=MARKS[stack]) for stack in STACKS])
 def test_flags_of_recipes_end_in_no_traceback(stack: str, model: Path) -> None:
     """And each starts, or is refused, as the table says."""
-    found = asked(stack, model, [line for _, line in ROWS])
-    wrong = {}
-    for (letters, line), told in zip(ROWS, found, strict=True):
+    found, wrong = answers(stack, model), {}
+    for letters, line in ROWS:
+        told = found[line]
         faults = [told["verdict"]] if told["verdict"] != LETTERS[letters[STACKS.index(stack)]] else []
         said = told["said"]
         if said and told["verdict"] != USAGE and ("\n" in said or not re.search(r"[\w`)]\.$", said)):
@@ -84,34 +110,10 @@ def test_flags_of_recipes_end_in_no_traceback(stack: str, model: Path) -> None:
     assert wrong == {}
 
 
-NGRAMS = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'"""
-
-
-def mode(name: str) -> str:
-    return f"""--compilation-config '{{"cudagraph_mode": "{name}"}}'"""
-
-
-GRAPHS = {  # on CANN 9.1; n-grams turn asynchronous scheduling off
-    "": "FULL_DECODE_ONLY",
-    "--no-async-scheduling": "FULL_DECODE_ONLY",
-    "-O0": "NONE",
-    "-O1": "PIECEWISE",
-    mode("FULL_AND_PIECEWISE"): "FULL_DECODE_ONLY",
-    f"{mode('FULL_AND_PIECEWISE')} --no-async-scheduling": "FULL_AND_PIECEWISE",
-    NGRAMS: "FULL_AND_PIECEWISE",
-    f"{NGRAMS} --tensor-parallel-size 2": "FULL_AND_PIECEWISE",
-    f"{NGRAMS} --enforce-eager": "NONE",
-    f"{NGRAMS} -O0": "NONE",
-    f"{NGRAMS} --compilation-config.mode 0": "FULL_DECODE_ONLY",  # no pieces without compilation
-    f"{NGRAMS} {mode('FULL_AND_PIECEWISE')}": "FULL_AND_PIECEWISE",
-    f"{NGRAMS} {mode('FULL_DECODE_ONLY')}": "FULL_DECODE_ONLY",
-}
-
-
 @pytest.mark.parametrize("stack", [pytest.param("9.1", marks=MARKS["9.1"])])
 def test_drafts_of_any_number_get_graphs_for_their_steps(stack: str, model: Path) -> None:
-    found = asked(stack, model, list(GRAPHS))
-    assert dict(zip(GRAPHS, [told.get("graphs", told) for told in found], strict=True)) == GRAPHS
+    found = answers(stack, model)
+    assert {line: found[line].get("graphs", found[line]) for line in GRAPHS} == GRAPHS
 
 
 def _names(line: str, field: str) -> bool:

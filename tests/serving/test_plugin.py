@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm import ModelRegistry
+from vllm import ModelRegistry, envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import quantization as vllm_quantization
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -52,6 +52,15 @@ def test_registering_again_changes_nothing() -> None:
     assert ModelRegistry.models[plugin.ARCHITECTURE] is first[0], "vLLM would warn of a model that is overwritten"
     assert f"{first[0].module_name}:{first[0].class_name}" == releases.here().model
     assert first[2].count(quantization.NAME) == 1
+
+
+@pytest.mark.parametrize(("chosen", "seconds"), [("", 75), ("9", 9)])
+def test_idle_connection_is_closed_before_clients_let_go(monkeypatch, chosen: str, seconds: int) -> None:
+    monkeypatch.setenv(plugin.KEEP_ALIVE[0], chosen)
+    if not chosen:
+        monkeypatch.delenv(plugin.KEEP_ALIVE[0])
+    plugin.register()
+    assert getattr(envs, plugin.KEEP_ALIVE[0]) == seconds
 
 
 def test_the_model_is_registered_by_name_and_not_imported() -> None:

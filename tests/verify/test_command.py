@@ -89,7 +89,7 @@ def test_several_processes_give_the_results_of_one(tmp_path: Path) -> None:
         (["rope", "--device", "tpu"], "there is no device 'tpu'"),
         (["rope", "--replay", "x.pt"], "--replay computes one call: leave out FILTER"),
         (["--replay", "x.pt", "--json", "x.json"], "leave out FILTER, --mutate, --compile and --json"),
-        (["--compile", "--jobs", "2"], "leave out --mutate, --jobs, --device"),
+        (["--compile", "--jobs", "2"], "leave out --jobs and --device"),
         (["attention.paged.ascend"], "runs on ascend; this is cpu"),
     ],
 )

@@ -31,7 +31,6 @@ from npu_gptoss.serving.compat.server import shutdown
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from tests.serving.compat import of_release
 from tests.serving.compat.of_release import LINE, OLD
-from tests.serving.conftest import run
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
 
@@ -103,17 +102,6 @@ def test_last_log_line_names_the_cause_of_death(caplog, monkeypatch, cause, exit
     message = caplog.records[0].getMessage()
     assert words in message
     assert message.isprintable()
-
-
-@pytest.mark.parametrize(("chosen", "seconds"), [({}, 75), ({"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "9"}, 9)])
-def test_idle_connection_is_closed_before_clients_let_go(monkeypatch, chosen: dict[str, str], seconds: int) -> None:
-    monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
-    said = run(
-        "from npu_gptoss import plugin; plugin.register(); from vllm import envs; "
-        "print(envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)",
-        **chosen,
-    )
-    assert said.stdout.split()[-1:] == [str(seconds)], said.stderr
 
 
 class Server(uvicorn.Server):

@@ -42,7 +42,7 @@ print(drafts == [[3, 4]], torch.get_num_threads() > 1, len(search.signatures) - 
 """
 
 
-@pytest.mark.parametrize("without", ["", "ngram-threads", "ngram-warm-up"])
+@pytest.mark.parametrize("without", ["", "ngram-threads,ngram-warm-up"], ids=["repaired", "stock"])
 def test_ngrams_give_torch_no_threads_and_compile_in_no_step(without: str) -> None:
     variables = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "3", "NPU_GPTOSS_SKIP_PATCHES": without}
     done = subprocess.run(
@@ -53,8 +53,4 @@ def test_ngrams_give_torch_no_threads_and_compile_in_no_step(without: str) -> No
     )
     assert done.returncode == 0, done.stderr[-2000:]
     right, more_threads, compiled = done.stdout.split()[-3:]
-    assert (right, more_threads == "True", compiled == "1") == (
-        "True",
-        without == "ngram-threads",
-        without == "ngram-warm-up",
-    )
+    assert (right, more_threads, compiled) == ("True", *(("True", "1") if without else ("False", "0")))
