@@ -21,8 +21,8 @@ STAYED: dict[str, str] = {
     "vllm.compilation.decorators": "support_torch_compile",
     "vllm.config": "CUDAGraphMode CacheConfig VllmConfig",
     "vllm.distributed": (
-        "get_dp_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_world_group "
-        "tensor_model_parallel_all_gather"
+        "get_dp_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tp_group "
+        "get_world_group tensor_model_parallel_all_gather"
     ),
     "vllm.distributed.utils": "get_pp_indices",
     "vllm.forward_context": "ForwardContext get_forward_context",

@@ -25,7 +25,7 @@ MODULES: dict[str, str] = {
     "vllm.compilation.breakable_cudagraph": "eager_break_during_capture",
     "vllm.config": "CUDAGraphMode VllmConfig",
     "vllm.distributed": (
-        "get_dp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_world_group "
+        "get_dp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tp_group get_world_group "
         "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
     ),
     "vllm.entrypoints.generate.base.protocol": "RequestResponseMetadata",

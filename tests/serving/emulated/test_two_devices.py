@@ -67,9 +67,10 @@ SHORT = {
 )
 def test_two_devices_equal_transformers_in_float32(cann, mode, how, serve_on, expected):
     """Collectives are part of the graphs, and each rank updates its own attention. The first request is alone, on one
-    rank of two where requests are shared out, and its prompt as long as a decode step may be."""
+    rank of two where requests are shared out, and its prompt as long as a decode step may be. The canary compares whole
+    graphs on all ranks together."""
     rounds = [turn((5,), seed=3), turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
-    asked = MODES[cann][mode]
+    asked = MODES[cann][mode] | {"canary": "full" in mode}
     results, printed = serve_on(cann)(rounds, **{**asked, "options": {**asked.get("options", {}), **PARALLEL[how]}})
     assert right(rounds, results, expected) == [True, True, True]
     why = NOT_CAPTURED.get(how, "") if cann == "8.3" else ""
