@@ -213,9 +213,7 @@ class Canary:
         """Bit for bit, on all ranks that compute logits together. Then the logits, which take longer, are equal."""
         from npu_gptoss.serving.releases.vllm import get_tp_group
 
-        equal, group = torch.tensor(int(torch.equal(right, replayed))), get_tp_group()
-        if group.world_size > 1:
-            torch.distributed.all_reduce(equal, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        (equal,) = agreed([int(torch.equal(right, replayed))], torch.distributed.ReduceOp.MIN, get_tp_group())
         return bool(equal)
 
     def _limit(self, found: Findings, batch: Batch, other: Batch, want: dict[int, torch.Tensor | None]) -> float:
@@ -312,12 +310,12 @@ def _with_smaller(sizes: list[int]) -> list[tuple[int, int]]:
     return list(zip(ordered, [0, *ordered], strict=False))
 
 
-def agreed(values: list[int], operation: Any) -> list[int]:
-    """Reduces numbers over all ranks that step together."""
+def agreed(values: list[int], operation: Any, *groups: Any) -> list[int]:
+    """Reduces numbers over the ranks of these groups of vLLM; without one, over all ranks that step together."""
     from npu_gptoss.serving.releases.vllm import get_dp_group, get_world_group
 
     held = torch.tensor(values)
-    for group in (get_world_group(), get_dp_group()):
+    for group in groups or (get_world_group(), get_dp_group()):
         if group.world_size > 1:
             torch.distributed.all_reduce(held, op=operation, group=group.cpu_group)
     return held.tolist()
