@@ -6,7 +6,7 @@ either side of those meets every program (`sizes`), of each kind of layer. Atten
 decode and on the longest of them, too (`attention_steps`).
 
 Nothing is kept: no key is written, rows see keys of the cache's first block, and results are dropped. What a graph
-holds was compiled when it was captured.
+holds was compiled when it was captured, or before (`compile_programs`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,23 @@ def powers_up_to(most: int) -> list[int]:
     return [min(1 << power, most) for power in range((most - 1).bit_length() + 1)]
 
 
-@torch.inference_mode()
+def compile_programs(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
+    """Compiles on all cores and launches nothing. caches: a pair a layer, of one block or more, laid out as those to
+    come."""
+    from npu_gptoss.kernels.ahead import compile_ahead
+
+    compile_ahead(lambda: steps(model, caches, reach))
+
+
 def warm_up(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
-    """caches: a pair a layer, of which nothing changes. With ranks all of them call it with the same reach."""
+    """Compiles, then launches once. caches: a pair a layer, of which nothing changes. With ranks all of them call it
+    with the same reach."""
+    compile_programs(model, caches, reach)
+    steps(model, caches, reach)
+
+
+@torch.inference_mode()
+def steps(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
     layers = _layers(model)
     for rows in sizes(reach.rows, _ends(model)):
         if rows > reach.graph_rows:

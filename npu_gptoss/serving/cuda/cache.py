@@ -153,6 +153,14 @@ class SinkBackend(AttentionBackend):
         return (KVCacheLayout.LBNHC,)
 
 
+def key_value_pair(kv_cache: torch.Tensor) -> KVCache:
+    """A cache in vLLM's layout -> its keys and values, as the kernels take them."""
+    if kv_cache.dtype == torch.uint8:  # vLLM has the bytes of FP8
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
+    keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return keys, values
+
+
 class LayerCache(AttentionLayerBase):
     """Keys and values of one layer: `pair`, [blocks, block_size, kv_heads, head_dim] each, and None without a cache."""
 
@@ -172,12 +180,8 @@ class LayerCache(AttentionLayerBase):
 
     @kv_cache.setter
     def kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self._kv_cache, self.pair = kv_cache, None
-        if len(kv_cache):
-            if kv_cache.dtype == torch.uint8:  # vLLM has the bytes of FP8
-                kv_cache = kv_cache.view(torch.float8_e4m3fn)
-            keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-            self.pair = keys, values
+        self._kv_cache = kv_cache
+        self.pair = key_value_pair(kv_cache) if len(kv_cache) else None
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return SinkBackend

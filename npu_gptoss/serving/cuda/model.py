@@ -7,6 +7,7 @@ rows write no key, read no expert and come out of attention as zeros.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,17 +18,17 @@ from npu_gptoss.attention import DecodeMetadata
 from npu_gptoss.attention.triton.plan import ROUND_KEYS
 from npu_gptoss.model.adapters import Adapters
 from npu_gptoss.model.assembly import AUTO, FP8
-from npu_gptoss.model.transformer import GptOss, KVCache
+from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.model.update import WeightUpdate
 from npu_gptoss.model.values import checked_values
-from npu_gptoss.model.warm_up import Reach, warm_up
+from npu_gptoss.model.warm_up import Reach, compile_programs, warm_up
 from npu_gptoss.model.weights import named_tensors
 from npu_gptoss.serving import limits, logger
 from npu_gptoss.serving.cuda import invariant
-from npu_gptoss.serving.cuda.cache import LayerCache, SinkBackend, Slots
+from npu_gptoss.serving.cuda.cache import LayerCache, SinkBackend, Slots, key_value_pair
 from npu_gptoss.serving.cuda.limits import FP8_CACHES, batch_invariant
 from npu_gptoss.serving.cuda.ranks import TensorParallel
-from npu_gptoss.serving.cuda.warm_up import before_ready
+from npu_gptoss.serving.cuda.warm_up import before_ready, reach_ahead
 from npu_gptoss.serving.loading import readable
 from npu_gptoss.serving.releases.vllm import (
     AttentionLayerBase,
@@ -120,10 +121,10 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
 
             lora.take_over()
         self._nowhere = Slots(torch.empty(0, dtype=torch.int64))
-        shape = (1, vllm_config.cache_config.block_size, here.num_key_value_heads, here.head_dim)
+        shape = (1, here.num_key_value_heads, vllm_config.cache_config.block_size, 2 * here.head_dim)
         narrow = vllm_config.cache_config.cache_dtype in FP8_CACHES
-        nothing = torch.zeros(shape, dtype=torch.float8_e4m3fn if narrow else self.dtype)
-        self._nothing: KVCache = (nothing, nothing.clone())
+        self._nothing = key_value_pair(torch.zeros(shape, dtype=torch.float8_e4m3fn if narrow else self.dtype))
+        self._ahead = reach_ahead(vllm_config)
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -157,6 +158,8 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         if self._has_head:
             self._share()
         if self.device.type == "cuda":
+            if self._ahead is not None:
+                self._compile(self._ahead)
             before_ready(self._warm_up)
 
     def _update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -191,6 +194,12 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         for name, tensor in named_tensors(self.gptoss.weights, "weights"):
             if weights != name.endswith("expert_map"):
                 yield name, tensor
+
+    def _compile(self, reach: Reach) -> None:
+        """All programs at once, on all cores, before vLLM measures memory: it would compile them one by one."""
+        began = time.monotonic()
+        compile_programs(self.gptoss, [self._nothing] * len(self.caches), reach)
+        logger.info("npu-gptoss compiled the kernels of every step in %.1f s.", time.monotonic() - began)
 
     def _warm_up(self, reach: Reach) -> None:
         warm_up(self.gptoss, [cache.pair for cache in self.caches], reach)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from npu_gptoss.model.warm_up import Reach
 from npu_gptoss.serving import logger
@@ -29,7 +30,7 @@ class WarmUp(VllmJitKernel[Reach]):
     def compile(self, compile_key: Reach) -> None:
         began = time.monotonic()
         self.work(compile_key)
-        logger.info("npu-gptoss compiled the kernels of every step in %.1f s.", time.monotonic() - began)
+        logger.info("npu-gptoss launched the kernels of every step in %.1f s.", time.monotonic() - began)
 
 
 def before_ready(work: Callable[[Reach], None]) -> None:
@@ -38,6 +39,13 @@ def before_ready(work: Callable[[Reach], None]) -> None:
     Call it while the model loads.
     """
     JitWarmupRegistry.register(WarmUp(work))
+
+
+def reach_ahead(config: VllmConfig) -> Reach | None:
+    """Returns the reach of steps in graphs and outside; None where nothing is warmed up."""
+    if config.model_config.enforce_eager or not config.kernel_config.enable_jit_warmup:
+        return None
+    return replace(reach_of(config), graph_rows=0)
 
 
 def reach_of(config: VllmConfig) -> Reach:
