@@ -32,6 +32,7 @@ FULL, PIECEWISE, NONE = "FULL", "PIECEWISE", "NONE"
 LONGEST, SHORTEST, SPAN = 131, 3, 14  # keys of the first prompt (beyond the window), and of the others
 ORDINARY_TOKENS = 199_998  # ids from here on are special
 ROWS_AT_ONCE = 64  # of logits, to bound memory
+BESIDE = 30  # requests beside a prompt, unless its room is too small: the host takes 0.1 ms to hand one to the runner
 # A fault moves logits by more than LARGEST of their size, and than NOISE times what another batch size moves them by:
 # that chooses other kernels, whose roundings a network may amplify. Where even SHARE_OF_CONTEXT of the distance between
 # two contexts of one token is no more than that, a fault cannot be told from rounding.
@@ -179,7 +180,7 @@ class Canary:
         if rows == 1:
             return [(self.prompts[-1], 1)]
         first, *rest = self.prompts
-        rest = rest[: rows - 2]
+        rest = rest[: min(max(BESIDE, rows - (first.room - first.computed)), rows - 2)]
         chunk = rows - len(rest)
         return [(first, chunk), *((prompt, 1) for prompt in rest)] if first.computed + chunk <= first.room else None
 

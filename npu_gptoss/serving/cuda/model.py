@@ -121,9 +121,10 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
 
             lora.take_over()
         self._nowhere = Slots(torch.empty(0, dtype=torch.int64))
-        shape = (1, here.num_key_value_heads, vllm_config.cache_config.block_size, 2 * here.head_dim)
+        shape = (1, vllm_config.cache_config.block_size, here.num_key_value_heads, 2 * here.head_dim)
         narrow = vllm_config.cache_config.cache_dtype in FP8_CACHES
-        self._nothing = key_value_pair(torch.zeros(shape, dtype=torch.float8_e4m3fn if narrow else self.dtype))
+        nothing = torch.zeros(shape, dtype=torch.float8_e4m3fn if narrow else self.dtype)
+        self._nothing = key_value_pair(nothing.transpose(1, 2))
         self._ahead = reach_ahead(vllm_config)
 
     @staticmethod

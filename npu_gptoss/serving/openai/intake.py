@@ -231,6 +231,8 @@ class _Sent:
     def end(self) -> None:
         if self._comments is not None:
             self._comments.cancel()
+            # the task keeps how it ended, and so this object: a cycle would hold the request in memory for minutes
+            self._comments = None
 
 
 def body_of(raw_request: Any) -> Json | None:

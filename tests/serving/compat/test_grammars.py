@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import types
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -170,6 +172,20 @@ def test_both_repairs_report_an_error_of_the_second_backend(patched, manager):
         assert isinstance(good, GuardedGrammar)
         assert bad is None
         assert list(reported(manager)) == ["bad"]
+
+
+@not_0_33
+def test_a_finished_request_leaves_memory_at_once(patched, manager):
+    with patched("grammar-errors"):
+        request = a_request("one", "a")
+        compiled(manager, request)
+        known = weakref.ref(request)
+        gc.disable()
+        try:
+            del request
+            assert known() is None
+        finally:
+            gc.enable()
 
 
 def test_backend_with_another_mask_layout_is_refused(patched, manager, monkeypatch):

@@ -115,6 +115,50 @@ def _single(tokenizer: Any, text: str) -> int | None:
     return numbers[0] if len(numbers) == 1 else None
 
 
+class Masked:
+    """A grammar of xgrammar whose masks allow less. It is no cycle, which would keep its matcher in memory until
+    Python looks for cycles."""
+
+    def __init__(self, grammar: Any, tokens: Tokens) -> None:
+        self.grammar, self.tokens = grammar, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.grammar, name)
+
+
+class WithoutControl(Masked):
+    """How: the arguments of `Tokens.forbid_control`."""
+
+    def __init__(self, grammar: Any, tokens: Tokens, **how: bool) -> None:
+        super().__init__(grammar, tokens)
+        self.how = how
+
+    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        self.grammar.fill_bitmask(bitmask, index)
+        self.tokens.forbid_control(bitmask[index], **self.how)
+
+
+class BoundedSpace(Masked):
+    """At most MOST tokens of white space in a row."""
+
+    def __init__(self, grammar: Any, tokens: Tokens) -> None:
+        super().__init__(grammar, tokens)
+        self.written: list[int] = []
+
+    def accept_tokens(self, request_id: str, new: list[int]) -> bool:
+        known = self.grammar.num_processed_tokens  # fewer than written after a rollback
+        accepted = self.grammar.accept_tokens(request_id, new)
+        self.written[known:] = new[: self.grammar.num_processed_tokens - known]
+        return accepted
+
+    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        self.grammar.fill_bitmask(bitmask, index)
+        end = self.grammar.num_processed_tokens
+        last = self.written[max(0, end - MOST) : end]
+        if len(last) == MOST and self.tokens.spaces.issuperset(last):
+            self.tokens.forbid_space(bitmask[index])
+
+
 @repair(
     "control-tokens",
     COMPILES,
@@ -124,6 +168,7 @@ def _single(tokenizer: Any, text: str) -> int | None:
 )
 def install_control(module: ModuleType) -> None:
     """xgrammar takes a control token for its letters: `<|end|>` within a JSON string ends the message there."""
+    module.StructuredOutputGrammar.register(Masked)
     filtered = hasattr(module.XgrammarBackend, "_filter_special_tokens")  # 0.33, whose lark may name control tokens
 
     @around(module.XgrammarBackend, "compile_grammar")
@@ -131,42 +176,20 @@ def install_control(module: ModuleType) -> None:
         original: Original, self: Any, request_type: Any, grammar_spec: str, *more: Any, **named: Any
     ) -> Any:
         grammar = original(self, request_type, grammar_spec, *more, **named)
-        fill, tokens = grammar.fill_bitmask, tokens_of(self.tokenizer, self.vocab_size)
         tags = request_type.name == "STRUCTURAL_TAG"
-        literals, spelled = filtered or tags, not tags or "<" in _CONTROL.sub("", grammar_spec)
-
-        def fill_bitmask(bitmask: torch.Tensor, index: int) -> None:
-            fill(bitmask, index)
-            tokens.forbid_control(bitmask[index], literals=literals, spelled=spelled)
-
-        grammar.fill_bitmask = fill_bitmask
-        return grammar
+        spelled = not tags or "<" in _CONTROL.sub("", grammar_spec)
+        tokens = tokens_of(self.tokenizer, self.vocab_size)
+        return WithoutControl(grammar, tokens, literals=filtered or tags, spelled=spelled)
 
 
 @repair("white-space", COMPILES, releases=ALL, upstream="none", until="vLLM bounds the white space of JSON")
 def install_space(module: ModuleType) -> None:
     """A constrained answer may be white space until max_tokens."""
+    module.StructuredOutputGrammar.register(Masked)
 
     @around(module.XgrammarBackend, "compile_grammar")
     def compile_grammar(original: Original, self: Any, request_type: Any, *arguments: Any, **keywords: Any) -> Any:
         grammar = original(self, request_type, *arguments, **keywords)
-        if request_type.name not in JSON:
-            return grammar
-        accept, fill = grammar.accept_tokens, grammar.fill_bitmask
-        tokens, written = tokens_of(self.tokenizer, self.vocab_size), []
-
-        def accept_tokens(request_id: str, new: list[int]) -> bool:
-            known = grammar.num_processed_tokens  # fewer than written after a rollback
-            accepted = accept(request_id, new)
-            written[known:] = new[: grammar.num_processed_tokens - known]
-            return accepted
-
-        def fill_bitmask(bitmask: torch.Tensor, index: int) -> None:
-            fill(bitmask, index)
-            end = grammar.num_processed_tokens
-            last = written[max(0, end - MOST) : end]
-            if len(last) == MOST and tokens.spaces.issuperset(last):
-                tokens.forbid_space(bitmask[index])
-
-        grammar.accept_tokens, grammar.fill_bitmask = accept_tokens, fill_bitmask
-        return grammar
+        return (
+            BoundedSpace(grammar, tokens_of(self.tokenizer, self.vocab_size)) if request_type.name in JSON else grammar
+        )
