@@ -4,7 +4,8 @@
   `toolkit_running_version=[7.8.0.1.231:8.3.RC1]`; `set_env.sh` names the toolkit in ASCEND_HOME_PATH;
 * its attention operators: `<toolkit>/<arch>-linux/include/version/ops_transformer_version.h` with the time when they
   were built (CANN 9.0 and later);
-* driver: `/usr/local/Ascend/driver/version.info` with `package_version=25.3.rc1` (older ones: `Version=`).
+* driver: `/usr/local/Ascend/driver/version.info` with `package_version=25.3.rc1` (older ones: `Version=`);
+  `/etc/ascend_install.info` names another folder (`Driver_Install_Path_Param=/opt/Ascend`).
 """
 
 from __future__ import annotations
@@ -112,7 +113,14 @@ def find_toolkit(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
     return next((place for place in places if toolkit_version(place)), None), None
 
 
+def driver_folder(root: Path = Path("/")) -> Path:
+    """The driver's folder. In a container it may lie in the usual place, whatever the host's file says."""
+    named = value(read(root / "etc/ascend_install.info"), "Driver_Install_Path_Param")
+    folder = root / named.lstrip("/") / "driver"
+    return folder if named and folder.is_dir() else root / DRIVER_FOLDER
+
+
 def driver_version(root: Path = Path("/")) -> str:
     """The driver's version; empty if no version file has one."""
-    info = read(root / DRIVER_FOLDER / "version.info")
+    info = read(driver_folder(root) / "version.info")
     return value(info, "package_version") or value(info, "Version")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,13 +95,17 @@ KERNEL_OPERATIONS = (
 )
 
 
+# Kubernetes sets these in each pod beside a service called npu-gptoss
+_OF_A_SERVICE = re.compile(r"NPU_GPTOSS_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+
+
 def unknown(environ: Mapping[str, str]) -> list[str]:
     """Sentences for variables that look like this package's but that nothing reads."""
     sentences = []
     known = {*VARIABLES, *(f"{KERNEL_OVERRIDE_PREFIX}{operation}" for operation in KERNEL_OPERATIONS)}
     families = {operation.partition("_")[0] for operation in KERNEL_OPERATIONS}
     for name in sorted(environ):
-        if not name.startswith("NPU_GPTOSS_") or name in known:
+        if not name.startswith("NPU_GPTOSS_") or name in known or _OF_A_SERVICE.fullmatch(name):
             continue
         family = name.removeprefix(KERNEL_OVERRIDE_PREFIX).partition("_")[0]
         near = difflib.get_close_matches(name, known, 1, 0.9)
@@ -116,12 +121,25 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
 
 def get(name: str) -> Any:
     """The parsed value of a variable; its default if it is unset or empty. Raises InputError if it does not parse."""
-    variable = VARIABLES[name]
-    text = os.environ.get(name, "")
+    return _parsed(VARIABLES[name], os.environ.get(name, ""))
+
+
+def unreadable(environ: Mapping[str, str]) -> list[InputError]:
+    """The error of each variable whose value does not parse: some are read first hours after a server's start."""
+    found = []
+    for name, variable in VARIABLES.items():
+        try:
+            _parsed(variable, environ.get(name, ""))
+        except InputError as error:
+            found.append(error)
+    return found
+
+
+def _parsed(variable: Variable, text: str) -> Any:
     if not text:
         return variable.default
     try:
         return variable.parse(text)
     except ValueError as error:
-        wrong = f"{name}={text!r} cannot be used: {error}. It means: {variable.meaning}."
-        raise InputError(wrong, field=name) from None
+        wrong = f"{variable.name}={text!r} cannot be used: {error}. It means: {variable.meaning}."
+        raise InputError(wrong, field=variable.name) from None

@@ -30,6 +30,7 @@ MOST_BYTES = {
 MOST_DEPTH = 50  # of nested lists and objects
 _MOST_DIGITS = 400  # of a whole number, as many as a float can hold
 _AGAIN, _CHECK = "Download it again.", "Check the path and its permissions."
+_LFS_POINTER = b"version https://git-lfs"
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -46,6 +47,14 @@ class CheckpointError(InputError):
 def wrong(where: object, said: str, field: str | None = None) -> CheckpointError:
     """The error of a checkpoint. where: its directory or file. field: by default the file's name."""
     return CheckpointError(f"{where}: {said}", field=field or (where.name if isinstance(where, Path) else None))
+
+
+def refuse_pointer(path: Path, error: type[InputError] = CheckpointError) -> None:
+    """Raises `error` where Git LFS has left a pointer in the file's place."""
+    with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            said = "expected the file, got a Git LFS pointer to it. Run `git lfs pull`, or download it again."
+            raise error(f"{path}: {said}", field=path.name)
 
 
 def reason(error: OSError) -> str:

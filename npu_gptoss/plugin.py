@@ -39,7 +39,8 @@ def register() -> None:
     """
     from npu_gptoss import envs
 
-    if not envs.get("NPU_GPTOSS"):
+    wrong = envs.unreadable(os.environ)
+    if all(error.field != "NPU_GPTOSS" for error in wrong) and not envs.get("NPU_GPTOSS"):
         logger.info("NPU_GPTOSS=0: npu-gptoss leaves everything to vLLM.")
         return
     release = installed_vllm()
@@ -52,6 +53,8 @@ def register() -> None:
     from npu_gptoss.serving.compat.start import ends
 
     ends.install()
+    if wrong:
+        raise wrong[0]
     children.install()
     os.environ.setdefault(*KEEP_ALIVE)
     if os.environ.get(_TOLD) is None:  # once per server, not once per process

@@ -18,7 +18,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError, short
-from npu_gptoss.files import MOST_BYTES, is_there, read_bytes, read_json
+from npu_gptoss.files import MOST_BYTES, is_there, read_bytes, read_json, refuse_pointer
 
 FILE_NAME = "tokenizer.json"
 TEMPLATE_NAME = "chat_template.jinja"
@@ -35,6 +35,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         most = MOST_BYTES[FILE_NAME] >> 20
         raise InputError(f"{path}: expected at most {most} MiB, got more. {_AGAIN}", field=FILE_NAME)
     with panics_told(f"{path} cannot be read as a tokenizer"):
+        refuse_pointer(path, InputError)
         tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -1,8 +1,9 @@
 """Where a tensor of another tool's checkpoint belongs in the official layout.
 
 `place` reads names: OpenAI's original/ (gpt_oss/torch/weights.py), unsloth's modules for experts (unsloth_zoo,
-`GptOssExpertsBnb4bit`), llm-compressor's (`GptOssLinearExperts`), and the prefixes of wrappers in any combination. A
-place is an official tensor in the BF16 layout and a view of it: a piece is copied into it, a LoRA delta is added to it.
+`GptOssExpertsBnb4bit`), llm-compressor's (`GptOssLinearExperts`), mlx-lm's without quantization (`SwitchGLU`), and the
+prefixes of wrappers in any combination. A place is an official tensor in the BF16 layout and a view of it: a piece is
+copied into it, a LoRA delta is added to it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _TURNED = re.compile(r"block\.(\d+)\.mlp\.mlp([12])_weight")  # [experts, out, i
 _FUSED = re.compile(r"block\.(\d+)\.attn\.qkv\.(weight|bias)")
 _EXPERT = re.compile(
     r"(?P<stem>model\.layers\.\d+\.mlp\.experts)\."
-    r"(?:(?P<whole>gate_up|down)_projs\.(?P<n>\d+)|(?:experts\.)?(?P<m>\d+)\.(?P<part>gate|up|down)_proj)"
+    r"(?:(?P<whole>gate_up|down)_projs\.(?P<n>\d+)|(?:(?:experts\.)?(?P<m>\d+)\.)?(?P<part>gate|up|down)_proj)"
     r"\.(?P<kind>weight|bias)"
 )
 
@@ -102,10 +103,12 @@ def place(name: str, config: GptOssConfig) -> list[Place]:
 
 
 def _of_expert(found: re.Match[str]) -> Place:
-    """One expert's linear layer, [out, in]; gate and up take turns among the official columns, gate first."""
-    part, expert = found["whole"] or found["part"], int(found["n"] or found["m"])
+    """One expert's linear layer, [out, in], of MLX all experts'; gate and up take turns among the official columns,
+    gate first."""
+    part, number = found["whole"] or found["part"], found["n"] or found["m"]
+    expert = slice(None) if number is None else int(number)
     matrix = "down_proj" if part == "down" else "gate_up_proj"
     columns = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}.get(part, slice(None))
     if found["kind"] == "bias":
         return Place(f"{found['stem']}.{matrix}_bias", lambda tensor: tensor[expert, columns])
-    return Place(f"{found['stem']}.{matrix}", lambda tensor: tensor[expert].t()[columns])
+    return Place(f"{found['stem']}.{matrix}", lambda tensor: tensor[expert].mT[..., columns, :])

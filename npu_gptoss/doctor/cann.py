@@ -46,7 +46,8 @@ def toolkit(here: Machine) -> Iterator[Finding]:
     install = f"Install CANN {release} (toolkit, 910B kernels, NNAL), or use a container: {_image(here.release)}."
     in_the_shell = "in the shell that starts the server."
     if place is None:
-        yield failed("No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install)
+        elsewhere = f"Where one lies elsewhere, `source` its set_env.sh {in_the_shell} Else: {install}"
+        yield failed("No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", elsewhere)
         return
     if not text:
         script = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
@@ -120,7 +121,7 @@ def nnal(here: Machine) -> Finding:
 
 @on_ascend("Ascend driver", emulated=False)
 def driver(here: Machine) -> Finding:
-    folder = here.path(DRIVER_FOLDER)
+    folder = installed.driver_folder(here.root)
     text = installed.driver_version(here.root)
     cann, (named, oldest) = here.release.cann.releases[0], here.release.driver
     mount = f"in a container, mount {DRIVER_FOLDER}/version.info and {DRIVER_FOLDER}/lib64 of the host into it"

@@ -134,8 +134,10 @@ def _unguarded(here: Machine, environ: Mapping[str, str], who: str, keyed: bool 
 
 
 def variables(here: Machine) -> Iterator[Finding]:
-    wrong = envs.unknown(here.environ)
-    for sentence in wrong:
+    wrong, misspelt = envs.unreadable(here.environ), envs.unknown(here.environ)
+    for error in wrong:
+        yield failed(str(error), "Give it such a value, or unset it: no server starts with this one.")
+    for sentence in misspelt:
         yield warning(sentence, "Spell it as docs/configuration.md does, or unset it.")
-    if not wrong:
+    if not wrong and not misspelt:
         yield ok("No variable of this package is misspelt.")

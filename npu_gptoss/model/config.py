@@ -29,11 +29,12 @@ from npu_gptoss.model.config_fields import (
     refuse,
     warn_once,
 )
-from npu_gptoss.model.foreign import refuse_foreign
+from npu_gptoss.model.foreign import convert_command, refuse_foreign
 
 CONFIG_NAME = "config.json"
 TENSOR_PARALLEL = "--tensor-parallel-size"
 _ADAPTER = "adapter_config.json"
+_ORIGINAL = "original"  # OpenAI's folder with weights in a layout of its own
 _INNER = ("snapshots/*", "*")  # checkpoints of a hub's cache, and of a training's output
 MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
 _QUANTIZATION = {
@@ -177,6 +178,8 @@ class GptOssConfig:
             refuse_foreign(directory, error=ConfigError)
             inner = next((f for way in _INNER for f in sorted(directory.glob(f"{way}/{CONFIG_NAME}"))), None)
             remedies = [f"give the folder within it, {inner.parent}"] if inner else []
+            if inner and inner.parent.name == _ORIGINAL:  # `hf download --include "original/*"`
+                remedies = [f"download the rest of it, or run `{convert_command(inner.parent)}`"]
             _refuse_directory(directory, f"the directory has no {CONFIG_NAME}", *remedies)
         values = read_json(file, ConfigError)
         try:

@@ -158,9 +158,12 @@ _CHECKED: dict[str, Rule] = {
     "quantization_config.dequantize": BOOLEAN,  # a wish to transformers' loader
     # no effect on inference: training, initialisation, caching, the maker of the file
     **dict.fromkeys(("attention_dropout", "initializer_range", "router_aux_loss_coef"), NUMBER),
+    "initial_context_length": integer(1),  # as original_max_position_embeddings, which counts: nothing reads this one
     **dict.fromkeys(("output_router_logits", "use_cache", "_attn_implementation_autoset"), BOOLEAN),
     **dict.fromkeys(("transformers_version", "_name_or_path", "attn_implementation", "_attn_implementation"), TEXT),
     **dict.fromkeys(("experts_implementation", "_experts_implementation"), TEXT),
+    # of a script that wrote the class's attributes
+    **dict.fromkeys(("_attn_implementation_internal", "_experts_implementation_internal"), TEXT),
     "bos_token_id": TOKEN,  # harmony's <|start|> opens a prompt, nothing is prepended
     "unsloth_fixed": BOOLEAN,  # set by a much used BF16 re-upload
 }
@@ -169,7 +172,7 @@ RULES = OF_THE_MODEL | _CHECKED
 # Fields that transformers' `to_dict` adds for every model, of any value: generation defaults (a request brings its
 # own), labels, outputs.
 _BOOKKEEPING_NAMES = """
-    bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    _output_attentions bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
     diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
     finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder label2id length_penalty max_length
     min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
@@ -350,9 +353,6 @@ def read_rope(rest: dict[str, Any]) -> dict[str, Any]:
         OF_THE_MODEL["rope_theta"].check(name, theta)
     agreed = {"rope_theta": thetas, "rope_scaling": scalings}
     found = {name: _agreed(values) for name, values in agreed.items() if values}
-    trained = found.get("rope_scaling", PUBLISHED_YARN)["original_max_position_embeddings"]
-    context = rest.pop("initial_context_length", trained)
-    _agreed({"rope_scaling.original_max_position_embeddings": trained, "initial_context_length": context})
     return found
 
 

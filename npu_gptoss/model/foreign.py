@@ -141,6 +141,9 @@ FORMS = (
         CONVERT,
         names=r"\.experts\.(experts\.)?\d+\.(gate|up|down)_proj\.",
     ),
+    Foreign(
+        "mlx-lm's experts, gate and up apart", CONVERT, names=r"\.mlp\.experts\.(gate|up|down)_proj\.(weight|bias)$"
+    ),
     Foreign("a model that peft saved without merging", CONVERT, names=r"\.base_layer\.|\.lora_[AB]\."),
     Foreign(
         "names of a wrapper (torch.compile, peft, FSDP)",

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from npu_gptoss.errors import quoted, short
-from npu_gptoss.files import CheckpointError, is_directory, is_there, read_json, reason, wrong
+from npu_gptoss.files import CheckpointError, is_directory, is_there, read_json, reason, refuse_pointer, wrong
 from npu_gptoss.model.foreign import convert_command, refuse_foreign
 
 SINGLE_NAME = "model.safetensors"
@@ -29,7 +29,6 @@ SHARD_PATTERN = "model-*-of-*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MOST_NAME = 255  # bytes of a file's name, on every file system that a checkpoint lies on
 _AGAIN = "The download is incomplete or damaged: download the file again."
-_LFS_POINTER = b"version https://git-lfs"
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -113,13 +112,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     if not is_there(file):
         raise wrong(file, f"expected a file with weights, but there is none. {_AGAIN}")
     try:
-        with file.open("rb") as stream:
-            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise wrong(file, "expected weights, got a Git LFS pointer to them. Run `git lfs pull`.")
-            with safe_open(file, "numpy"):  # for torch it would map the file as memory of the process
-                stream.seek(0)
-                start = 8 + int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(start - 8))
+        refuse_pointer(file)
+        with file.open("rb") as stream, safe_open(file, "numpy"):  # for torch it would map the file as memory
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(start - 8))
     except OSError as error:
         said = f"expected a readable file, but {reason(error)}. Check its permissions."
         raise wrong(file, said) from None

@@ -83,6 +83,19 @@ def linearised(tensors: Tensors) -> Tensors:
     return out
 
 
+def mlx(tensors: Tensors) -> Tensors:
+    """`mlx_lm.fuse --dequantize`: all experts in one tensor [experts, out, in], gate and up apart."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        if found := EXPERTS.fullmatch(name):
+            rows, kind = (tensor, "bias") if found[3] else (tensor.mT, "weight")
+            parts = {"gate": rows[:, 0::2], "up": rows[:, 1::2]} if found[2] == "gate_up" else {"down": rows}
+            out |= {f"{found[1]}.{part}_proj.{kind}": value.contiguous() for part, value in parts.items()}
+        else:
+            out[name] = tensor
+    return out
+
+
 def prefixed(prefix: str, inside: str = "") -> Callable[[Tensors], Tensors]:
     return lambda tensors: {
         prefix + re.sub(r"(layers\.\d+\.)", rf"\1{inside}", name): tensor for name, tensor in tensors.items()

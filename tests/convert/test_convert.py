@@ -55,6 +55,7 @@ LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {
     "original": foreign.original,
     "unsloth": foreign.unsloth,
     "llm-compressor": foreign.linearised,
+    "mlx-lm": foreign.mlx,
     "torch.compile": foreign.prefixed("_orig_mod."),
     "peft": foreign.prefixed("base_model.model."),
     "FSDP": foreign.prefixed("_fsdp_wrapped_module.", "_fsdp_wrapped_module._checkpoint_wrapped_module."),

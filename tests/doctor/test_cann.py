@@ -35,9 +35,9 @@ def install_nnal(root: Path, version: str) -> Path:
     return latest / "atb/cxx_abi_1"
 
 
-def install_driver(root: Path, version: str) -> None:
+def install_driver(root: Path, version: str, folder: str = "usr/local/Ascend") -> None:
     write(
-        root / "usr/local/Ascend/driver/version.info",
+        root / folder / "driver/version.info",
         f"Version={version}\nascendhal_version=7.35.23\naicpu_version=1.0\nInnerversion=V100R001C23SPC002B212\n"
         f"compatible_version=[V100R001C19],[V100R001C23]\npackage_version={version}\n",
     )
@@ -151,6 +151,15 @@ def test_driver(tmp_path, info, state, phrase):
         write(tmp_path / "usr/local/Ascend/driver/version.info", info)
         (tmp_path / "usr/local/Ascend/driver/lib64").mkdir(parents=True)
     only(cann.driver(ascend(tmp_path)), state, phrase)
+
+
+def test_driver_in_another_folder_is_not_taken_for_none(tmp_path):
+    write(tmp_path / "etc/ascend_install.info", "UserName=HwHiAiUser\nDriver_Install_Path_Param=/opt/Ascend\n")
+    only(cann.driver(ascend(tmp_path)), "failed", "no Ascend driver")
+    install_driver(tmp_path, "25.5.0")  # a container has it in the usual place
+    only(cann.driver(ascend(tmp_path)), "ok", "25.5.0")
+    install_driver(tmp_path, "25.5.1", "opt/Ascend")
+    only(cann.driver(ascend(tmp_path)), "ok", "25.5.1")
 
 
 def test_device_files(tmp_path, monkeypatch):

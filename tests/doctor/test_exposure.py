@@ -80,3 +80,15 @@ def test_misspelt_variable_is_reported(tmp_path: Path) -> None:
     only(exposure.variables(machine(tmp_path, NPU_GPTOSS_PLATFORM="cpu")), "ok")
     here = machine(tmp_path, NPU_GPTOSS_PLATFROM="cpu")
     only(exposure.variables(here), "warning", "NPU_GPTOSS_PLATFROM", "NPU_GPTOSS_PLATFORM may be meant")
+
+
+def test_value_that_ends_a_server_is_no_healthy_machine(tmp_path: Path) -> None:
+    here = machine(tmp_path, NPU_GPTOSS_RESTART_WAIT_SECONDS="soon")
+    only(exposure.variables(here), "failed", "NPU_GPTOSS_RESTART_WAIT_SECONDS")
+
+
+def test_variables_of_a_service_called_npu_gptoss_are_no_mistakes(tmp_path: Path) -> None:
+    port = "NPU_GPTOSS_PORT_8000_TCP"
+    names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT")
+    names = (*(f"NPU_GPTOSS_{name}" for name in names), port, f"{port}_PROTO", f"{port}_ADDR")
+    only(exposure.variables(machine(tmp_path, **dict.fromkeys(names, "tcp://10.0.0.1:8000"))), "ok")

@@ -305,6 +305,8 @@ PLAIN = (
     ("a grown vocabulary", "unsloth, axolotl", _all(_tensors(_grown), changed_config(vocab_size=VOCABULARY + 8))),
     ("a trainer's folder: optimizer, states, `runs/`", "TRL, DeepSpeed, NeMo, ms-swift", _files(*TRAINER)),
     ("notes of more than 100 MiB", "TRL", _files("trainer_state.json", "train.txt", size=101 << 20)),
+    ("`initial_context_length` left behind", "scripts", changed_config(initial_context_length=8192)),
+    ("attributes of transformers' class: `_output_attentions`", "scripts", changed_config(_output_attentions=False)),
     ("fields that are null", "scripts", changed_config(quantization=None, pooler_hidden_size=None)),
     ("`eos_token_id` null", "scripts", _json("generation_config.json", eos_token_id=None, top_k=0)),
     ("no generation_config.json", "mergers", _without("generation_config.json")),
@@ -340,6 +342,12 @@ EDITS: tuple[tuple[str, str, str, Any, str, Any], ...] = (
 CONVERTED = (
     ("experts as modules", "unsloth", _split_experts("gate_up_projs.{}", "down_projs.{}"), "unsloth"),
     ("experts as modules, linear", "llm-compressor", _split_experts(*LINEAR), "llm-compressor"),
+    (
+        "gate and up apart",
+        "mlx-lm, dequantized",
+        _replaced("experts.down_proj_bias", "experts.down_proj.bias"),
+        "mlx-lm",
+    ),
     ("names with `_orig_mod.`", "torch.compile", _renamed(lambda name: f"_orig_mod.{name}"), "wrapper"),
     ("names with `model.language_model.`", "wrappers", _renamed(_wrapped), "wrapper"),
     ("a value head: `v_head.`", "TRL", _more(("v_head.summary.weight",)), "value head"),
@@ -416,6 +424,10 @@ FORMS = (
         "BF16 under another `quant_method`", "llm-compressor", _method("compressed-tensors", format="dense"),
         "remove `quantization_config`", field=METHOD, mend=NO_SUCH_FIELD,
     ),
+    Form(
+        "original/ alone in MODEL", "`hf download --include`", _below("original"),
+        "download the rest, or `npu-gptoss convert MODEL/original OUT`", mend=_above("original"),
+    ),
     Form("checkpoint-500 in MODEL", "trainers", _below("checkpoint-500"), "give it", mend=_above("checkpoint-500")),
     Form(
         "MODEL is `models--…`", "the hub's cache", _below("snapshots/a"), "give its snapshot",
@@ -424,6 +436,11 @@ FORMS = (
     Form(
         "the base's index beside one new file", "trainers", _stale_index, "delete the index", field=INDEX,
         mend=_without(INDEX),
+    ),
+    Form(
+        "a pointer of Git LFS for tokenizer.json", "git clone",
+        lambda folder: (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "run `git lfs pull`", field="tokenizer.json", tool="`git lfs pull`",
     ),
     Form(
         "no tokenizer.json", "split folders", _without("tokenizer.json"),
