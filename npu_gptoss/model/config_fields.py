@@ -162,7 +162,6 @@ _CHECKED: dict[str, Rule] = {
     **dict.fromkeys(("output_router_logits", "use_cache", "_attn_implementation_autoset"), BOOLEAN),
     **dict.fromkeys(("transformers_version", "_name_or_path", "attn_implementation", "_attn_implementation"), TEXT),
     **dict.fromkeys(("experts_implementation", "_experts_implementation"), TEXT),
-    # of a script that wrote the class's attributes
     **dict.fromkeys(("_attn_implementation_internal", "_experts_implementation_internal"), TEXT),
     "bos_token_id": TOKEN,  # harmony's <|start|> opens a prompt, nothing is prepended
     "unsloth_fixed": BOOLEAN,  # set by a much used BF16 re-upload
@@ -172,7 +171,8 @@ RULES = OF_THE_MODEL | _CHECKED
 # Fields that transformers' `to_dict` adds for every model, of any value: generation defaults (a request brings its
 # own), labels, outputs.
 _BOOKKEEPING_NAMES = """
-    _output_attentions bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    _output_attentions
+    bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
     diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
     finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder label2id length_penalty max_length
     min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
@@ -352,8 +352,7 @@ def read_rope(rest: dict[str, Any]) -> dict[str, Any]:
     for name, theta in thetas.items():
         OF_THE_MODEL["rope_theta"].check(name, theta)
     agreed = {"rope_theta": thetas, "rope_scaling": scalings}
-    found = {name: _agreed(values) for name, values in agreed.items() if values}
-    return found
+    return {name: _agreed(values) for name, values in agreed.items() if values}
 
 
 def _read_eos(value: object) -> tuple[Any, tuple[Any, ...]]:

@@ -305,8 +305,6 @@ PLAIN = (
     ("a grown vocabulary", "unsloth, axolotl", _all(_tensors(_grown), changed_config(vocab_size=VOCABULARY + 8))),
     ("a trainer's folder: optimizer, states, `runs/`", "TRL, DeepSpeed, NeMo, ms-swift", _files(*TRAINER)),
     ("notes of more than 100 MiB", "TRL", _files("trainer_state.json", "train.txt", size=101 << 20)),
-    ("`initial_context_length` left behind", "scripts", changed_config(initial_context_length=8192)),
-    ("attributes of transformers' class: `_output_attentions`", "scripts", changed_config(_output_attentions=False)),
     ("fields that are null", "scripts", changed_config(quantization=None, pooler_hidden_size=None)),
     ("`eos_token_id` null", "scripts", _json("generation_config.json", eos_token_id=None, top_k=0)),
     ("no generation_config.json", "mergers", _without("generation_config.json")),

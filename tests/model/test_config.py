@@ -152,6 +152,7 @@ def test_list_of_end_tokens_is_kept_whole() -> None:
         ("num_experts_per_tok", ABSENT),  # its other name says the same
         ("initial_context_length", ABSENT),
         ("initial_context_length", 8192),  # nor this one
+        ("_output_attentions", False),  # of a script that wrote the class's attributes
         ("hidden_act", ABSENT),
         ("attention_bias", ABSENT),
         ("tie_word_embeddings", ABSENT),

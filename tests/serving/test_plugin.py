@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,14 @@ def test_a_variable_gives_stock_vllm_back() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "NPU_GPTOSS=0: npu-gptoss leaves everything to vLLM." in result.stderr
+
+
+@pytest.mark.parametrize(("stock", "ends"), [("1", True), ("0", False), ("maybe", True)])
+def test_a_value_that_is_read_late_ends_the_start(monkeypatch, stock: str, ends: bool) -> None:
+    monkeypatch.setenv("NPU_GPTOSS", stock)
+    monkeypatch.setenv("NPU_GPTOSS_RESTART_WAIT_SECONDS", "soon")
+    with refused("NPU_GPTOSS_RESTART_WAIT_SECONDS" if stock == "1" else "NPU_GPTOSS") if ends else nullcontext():
+        plugin.register()
 
 
 def test_on_a_device_of_vllms_own_the_model_stays_vllms() -> None:

@@ -32,15 +32,18 @@ OPTIONS = {
     "xlite_graph_config.enabled": "its graphs are made for other models, and need a package of their own",
     "init_redundancy_expert": "each expert lives on one rank",
     "enable_shared_expert_dp": "there are no shared experts",
+    "enable_flashcomm1": "sequence parallelism is not supported",
+    "enable_flashcomm2_parallel_size": "the output projection is cut by --tensor-parallel-size",
 }
 VARIABLES = {
     "VLLM_ASCEND_ENABLE_FLASHCOMM": "sequence parallelism is not supported",
     "VLLM_ASCEND_ENABLE_FLASHCOMM1": "sequence parallelism is not supported",
+    "VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE": "the output projection is cut by --tensor-parallel-size",
     "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "it looks for weights of other models",
     "VLLM_USE_V2_MODEL_RUNNER": "vllm-ascend keeps its first model runner here, but asks for parts of the second",
 }
 SEQUENCES = "pass_config.enable_sequence_parallelism"
-_ON = ("1", "true", "True")
+_OFF = ("", "0", "false", "False")
 _OPERATOR = "npu_fused_infer_attention_score_v2"
 
 
@@ -220,7 +223,8 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
             value = (value or {}).get(part)
         yield bool(value) and value != "auto", Refusal("--additional-config", name, why)
     for name, why in VARIABLES.items():
-        yield os.environ.get(name) in _ON, Refusal(name, 1, why, "unset it")
+        value = os.environ.get(name, "")
+        yield value not in _OFF, Refusal(name, value, why, "unset it")
     # vllm-ascend takes rank * (experts here) as a rank's first expert. For uneven shares that is wrong: ranks got the
     # rows of other ranks' experts and computed wrong answers.
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size

@@ -111,6 +111,8 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
     [
         (InputError(Refusal("--dtype", "half", "no such dtype", "use another")), "--dtype half: no such dtype; use"),
         (ModuleNotFoundError("No module named 'runai_model_streamer'"), "Install the package runai_model_streamer"),
+        (ModuleNotFoundError("No module named 'vllm_ascend.mooncake'"), "Leave out the option that names vllm_ascend."),
+        (ValueError("No x.\nOriginal error:\nTraceback (most recent call last):\n  File 'a'\nE: b"), "No x. Correct"),
         (OSError(98, "Address already in use"), "choose another --port"),
         (OSError("We couldn't connect to 'https://huggingface.co'"), "hf download"),
         (RuntimeError("core proc(s): {'EngineCore_DP0': -9}"), "less memory"),

@@ -46,8 +46,9 @@ def install_check(module: ModuleType) -> None:
 
     @around(owner, "__post_init__")
     def __post_init__(original: Original, self: EngineArgs) -> None:
-        if self.model.startswith(_PATHS) and not os.path.exists(self.model):  # noqa: PTH110  # never raises
-            raise InputError(f"{self.model}: expected a checkpoint's directory, but there is none. Check the path.")
+        for path, what in ((self.model, "checkpoint"), (self.tokenizer or "", "tokenizer")):
+            if path.startswith(_PATHS) and not os.path.exists(path):  # noqa: PTH110  # never raises
+                raise InputError(f"{path}: expected a {what}'s directory, but there is none. Check the path.")
         original(self)  # looks it up in the hub's cache
 
     @around(owner, "create_engine_config")
@@ -92,6 +93,8 @@ def check(options: EngineArgs) -> None:
     if ends.serves() and (words := [word for word in sys.argv if word.startswith("--config=")]):
         said = f"{words[0]}: vLLM passes over this spelling. Write a blank in place of the equals sign."
         raise InputError(said, field=words[0])
+    if options.config_format == "mistral":  # vLLM would look for its params.json, on 0.11 in the hub
+        raise InputError(Refusal("--config-format", "mistral", "gpt-oss has a config.json"))
     if options.model_impl == "terratorch":  # vLLM ends at an assertion before it asks a model
         raise InputError(Refusal("--model-impl", options.model_impl, "TerraTorch has no language models"))
     rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # only in 0.11.0

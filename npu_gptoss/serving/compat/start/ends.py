@@ -46,8 +46,9 @@ _OBJECT = "Give an object in braces to each option that takes JSON, such as --sp
 _YAML = "Give --config one YAML file with lines of the form `option: value`"
 _GGUF = "Take the model's safetensors, in MXFP4 or BF16"
 REMEDIES = (
+    (r"No module named '?([\w-]+\.[\w.-]+)", r"Leave out the option that names \1, or name a module that is installed"),
     (r"No module named '?([\w.-]+)", r"Install the package \1, or leave out the option that needs it"),
-    (r"requires? (\w+_for_pytorch|the package)|[Pp]lease install|pip install", _LEAVE),
+    (r"requires? (\w+_for_pytorch|the package)|[Pp]lease install|pip install|packages are installed", _LEAVE),
     (r"offline|LocalEntryNotFound|cached snapshot|couldn't connect|resolve host|Max retries", _DOWNLOAD),
     (r"Repo id must|repository ID|valid model identifier|appear to have", _PATH),
     (r"(?i:address) already in use", "Stop the other server, or choose another --port"),
@@ -194,6 +195,7 @@ def sentence(error: BaseException) -> str:
     text = " ".join((" ".join(inner) or _words(error)).split())
     if not inner and not isinstance(error, (RuntimeError, ValueError, OSError)):
         text = f"{type(error).__name__}: {text}"
+    text = re.sub(r" ?(Original error: )?Traceback \(most recent call last\).*", "", text)
     text = re.sub(r" ?Please (raise|open|file|report) [^.]*\.?", "", text)
     found = ((re.search(pattern, text), remedy) for pattern, remedy in REMEDIES)
     remedy = next((match.expand(remedy) for match, remedy in found if match), REMEDY)
