@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from unittest import mock
 
 import pytest
 from vllm import SamplingParams
