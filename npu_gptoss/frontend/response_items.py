@@ -33,6 +33,7 @@ from npu_gptoss.harmony.conversation import (
     developer_message,
     expected,
     fields_of,
+    reasoning_and_text,
     said,
     sequence,
     text_field,
@@ -189,8 +190,10 @@ class _Reader:
         if fields.get("tool_calls"):  # a chat's message
             raise expected(f"{place}.tool_calls", "an item of type function_call for each call", fields["tool_calls"])
         if role == "assistant":
+            thought, text = reasoning_and_text(content, path)
             channel = "commentary" if fields.get("phase") == "commentary" else "final"
-            return [] if content is None else [said(as_text(content, path), channel)]
+            turns = [said(thought, "analysis")] if thought else []
+            return turns if content is None or (thought and not text) else [*turns, said(text, channel)]
         if content is None:
             raise expected(path, "a text or a list of text parts", None)
         text = as_text(content, path)

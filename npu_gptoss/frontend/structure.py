@@ -99,7 +99,7 @@ def _asked(given: Mapping[str, Any], param: str) -> Structure:
 def forced_structure(tools: Tools, asked: Structure) -> Structure:
     """Returns `asked`, or the structure of the calls that `tool_choice` forces, which `turn.forced_calls` reads.
 
-    Raises ConversationError if both are given, and for two different definitions under one name of `$defs`.
+    Raises ConversationError if both are given.
     """
     choice = tools.choice
     if choice.mode not in ("required", "function"):
@@ -117,21 +117,27 @@ def forced_structure(tools: Tools, asked: Structure) -> Structure:
 
 
 def _calls_schema(tools: Tools) -> dict[str, Any]:
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in tools.offered:
-        parameters = dict(tool.parameters or NO_PARAMETERS)
-        for name, definition in parameters.pop("$defs", {}).items():
-            if definitions.setdefault(name, definition) != definition:
-                path = f"{tool.place}.parameters"
-                raise ConversationError(
-                    f"{path}: another tool defines {name!r:.80} in $defs differently; rename one.", path
-                )
+    definitions, calls = {}, []
+    for number, tool in enumerate(tools.offered):
+        root = f"#/$defs/t{number}"
+        definitions[f"t{number}"] = _moved(tool.parameters or NO_PARAMETERS, root)
         calls.append(
             {
-                "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},
+                "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": {"$ref": root}},
                 "required": ["name", "parameters"],
             }
         )
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
-    return schema | ({} if tools.parallel else {"maxItems": 1}) | ({"$defs": definitions} if definitions else {})
+    return schema | ({} if tools.parallel else {"maxItems": 1}) | {"$defs": definitions}
+
+
+def _moved(value: Any, root: str) -> Any:
+    """Returns a schema whose references (`#/$defs/NAME`, `#`) hold where it is a part of another one."""
+    if isinstance(value, list):
+        return [_moved(one, root) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    moved = {name: _moved(one, root) for name, one in value.items() if name != "$id" or not isinstance(one, str)}
+    if isinstance(name := value.get("$ref"), str) and name.startswith("#"):
+        moved["$ref"] = root + name[1:]
+    return moved

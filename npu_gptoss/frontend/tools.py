@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from npu_gptoss.harmony.conversation import ConversationError, expected, fields_of, mapping, sequence
@@ -89,6 +89,17 @@ class Tools:
     def functions(self) -> list[dict[str, Any]]:
         """Returns the functions for the prompt: none if no tool may be called."""
         return [] if self.choice.mode == "none" else [tool.function for tool in self.offered]
+
+    @property
+    def loosened(self) -> Tools:
+        """Returns the tools with any arguments, except strict ones of which one must be called."""
+
+        def loose(tool: Tool) -> Tool:
+            kept = tool.kind == "custom" or (tool.strict and self.choice.mode != "auto")
+            return tool if kept else replace(tool, parameters=None, strict=None)
+
+        forced = self.choice.tool and loose(self.choice.tool)
+        return replace(self, offered=tuple(map(loose, self.offered)), choice=replace(self.choice, tool=forced))
 
     @property
     def characters(self) -> int:
@@ -240,7 +251,7 @@ def _format(given: Any, place: str) -> dict[str, str] | None:
 def _name(fields: Json, place: str) -> str:
     name = fields.get("name")
     if not isinstance(name, str) or not name or any(c.isspace() or c in "<|>" for c in name):
-        raise expected(f"{place}.name", "a name without spaces", name)
+        raise expected(f"{place}.name", "a name without spaces and < | >", name)
     return name
 
 

@@ -26,6 +26,7 @@ from openai_harmony import (
 from pydantic import BaseModel
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.harmony.schemas import written_out
 
 REASONING_EFFORTS = ("low", "medium", "high")
 # what clients send -> what gpt-oss was trained on. `none` is refused: gpt-oss always reasons.
@@ -33,7 +34,8 @@ _EFFORTS = {effort: effort for effort in REASONING_EFFORTS} | {"minimal": "low"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FUNCTIONS = "functions."
 # type of a content part -> its field that holds the text
-TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {"refusal": "refusal"}
+TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text")
+TEXT_PARTS |= {"refusal": "refusal"}
 
 
 class ConversationError(InputError):
@@ -128,12 +130,13 @@ def developer_message(instructions: str | None, tools: Sequence[Mapping[str, Any
     described = []
     for number, tool in enumerate(tools):
         function = tool["function"]
-        parameters = function.get("parameters")
-        parameters = parameters if parameters and parameters.get("properties") else None
+        about = function.get("description") or ""
         try:
-            about = function.get("description") or ""
-            described.append(ToolDescription.new(function["name"], about, parameters))
-        except (ValueError, HarmonyError) as error:  # pydantic's own check
+            parameters = written_out(function.get("parameters") or {})
+            described.append(
+                ToolDescription.new(function["name"], about, parameters if parameters.get("properties") else None)
+            )
+        except (ValueError, TypeError, RecursionError, HarmonyError) as error:  # pydantic's own check, too
             place = f"tools[{number}]"
             raise ConversationError(f"{place} ({function['name']!r:.80}) cannot be written: {error}", place) from None
     if described:
@@ -197,7 +200,7 @@ def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, 
         content = fields.get("refusal")
         if fields.get("audio"):
             raise expected(f"{place}.audio", "the spoken text in content", fields["audio"])
-    thought, text = _reasoning_and_text(content, f"{place}.content")
+    thought, text = reasoning_and_text(content, f"{place}.content")
     reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning"), f"{place}.reasoning") or thought
     # the rendering leaves reasoning out once an answer has followed it
     turns = [said(reasoning, "analysis")] if reasoning else []
@@ -231,7 +234,7 @@ def custom_arguments(text: str) -> str:
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
-def _reasoning_and_text(content: Any, place: str) -> tuple[str, str]:
+def reasoning_and_text(content: Any, place: str) -> tuple[str, str]:
     """Parts of type `thinking` and `reasoning`, which clients of other servers send back, are the model's reasoning."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return "", as_text(content, place)
@@ -239,7 +242,8 @@ def _reasoning_and_text(content: Any, place: str) -> tuple[str, str]:
     for part in content:
         fields = fields_of(part)
         if fields.get("type") in ("thinking", "reasoning"):
-            thoughts.append(as_text(fields.get("thinking") or fields.get("text") or fields.get("summary"), place))
+            given = next(filter(None, map(fields.get, ("thinking", "text", "content", "summary"))), None)
+            thoughts.append(as_text([given] if isinstance(given, Mapping) else given, place))
         elif fields.get("type") != "redacted_thinking":
             rest.append(part)
     return "\n".join(filter(None, thoughts)), as_text(rest, place)

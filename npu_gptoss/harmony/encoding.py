@@ -24,7 +24,7 @@ from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.harmony.parser import TolerantParser
 from npu_gptoss.harmony.rendering import CHANNEL, CONTROL, MESSAGE, pieces
-from npu_gptoss.harmony.vocabulary import LAST_SPECIAL_ID, SPECIAL_TOKENS, byte_characters
+from npu_gptoss.harmony.vocabulary import LAST_SPECIAL_ID, SPECIAL_TOKENS, byte_characters, character_bytes
 from npu_gptoss.tokenizer import check_template, load_tokenizer
 
 LONGEST_TOKEN = 128  # characters; a run of spaces. tests/harmony looks at the whole vocabulary
@@ -76,6 +76,13 @@ class Encoder:
         if self._tokenizer is None:
             return self._library.decode(ids)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text: it may begin or end within a character."""
+        name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
+        if name is None or token in self._added:
+            return self.decode([token]).encode()
+        return bytes(map(character_bytes().__getitem__, name))
 
     def _spelled(self, token: int) -> tuple[int, ...]:
         """Tokens of the published vocabulary with the text of a special or added token; none for an unused id."""

@@ -31,7 +31,7 @@ _WELL_FORMED = re.compile(
 # The parts of a header at the beginning of a text. What follows them is content whose `<|message|>` is missing.
 _PARTS = re.compile(
     rf"\s*(assistant\b)?\s*(to=(?P<before>{_NAME}))?\s*(<\|channel\|>)?\s*((?P<channel>analysis|commentary|final)\b)?"
-    rf"\s*(to=(?P<behind>{_NAME}))?\s*(?P<json>(<\|constrain\|>)?json\b)?\s*"
+    rf"\s*(to=(?P<behind>{_NAME}))?\s*(<\|channel\|>\s*[a-z]+\b)?\s*(<\|constrain\|>)?\s*(?P<json>json\b)?\s*"
 )
 # What is left of a header that was cut off within one of its parts
 _CUT = re.compile(r"to=?|<\|constrain\|>\s*\w*|code")

@@ -61,6 +61,11 @@ def byte_characters() -> dict[int, str]:
     return table
 
 
+@functools.cache
+def character_bytes() -> dict[str, int]:
+    return {character: byte for byte, character in byte_characters().items()}
+
+
 def is_published_vocabulary(path: Path) -> bool:
     """True when the file has the published size and SHA-256. Unreadable counts as no."""
     try:
@@ -145,10 +150,10 @@ def _ranks_of(path: Path) -> bytes:
             field="tokenizer.json",
         )
     tokenizer = read_json(path, VocabularyError)
-    to_byte = {character: byte for byte, character in byte_characters().items()}
     try:
         ids = tokenizer["model"]["vocab"]
-        tokens = [bytes(map(to_byte.__getitem__, token)) for token in sorted(ids, key=ids.__getitem__)[:NUM_RANKS]]
+        names = sorted(ids, key=ids.__getitem__)[:NUM_RANKS]
+        tokens = [bytes(map(character_bytes().__getitem__, name)) for name in names]
     except (KeyError, TypeError):
         return b""
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))

@@ -182,3 +182,42 @@ def test_a_date_of_another_form_is_taken(prompt, date):
     with pytest.raises(ConversationError) as refused:
         prompt(chat.read, Defaults(date=date), messages=[user()])
     assert refused.value.param == "date"
+
+
+def test_nested_and_optional_arguments_are_shown_as_any(prompt):
+    """pydantic writes `$ref` and `anyOf` for them, of which harmony knows neither."""
+    place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    kinds = [{"$ref": f"#/definitions/{name}"} for name in ("Sun", "Rain")]
+    shown = {
+        "city: string,": {"$ref": "#/$defs/Place"},
+        "a?: {\n    city: string,\n    } | null,": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "b?: {\n    city: string,\n    }[],": {"type": "array", "items": {"$ref": "#/$defs/Place"}},
+        "c?: {\n    city: string,\n    day?: string,\n    },": {
+            "allOf": [{"$ref": "#/$defs/Place"}, {"properties": {"day": {"type": "string"}}}]
+        },
+        "d?: string | null, // default: null": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        'e?: "x",': {"const": "x"},
+        'f?: "x" | "y" | null,': {"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}]},
+        'g?:\n | {\n   kind?: "sun",\n   }\n | {\n   kind?: "rain",\n   }\n,': {"oneOf": kinds},
+        "h?: {\n    v?: string,\n    next?: any,\n    },": {"$ref": "#/$defs/Node"},
+        "i?: any,": {"$ref": "#/$defs/Nothing"},
+    }
+    node = {"type": "object", "properties": {"v": {"type": "string"}, "next": {"$ref": "#/$defs/Node"}}}
+    definitions = {
+        name: {"type": "object", "properties": {"kind": {"const": name.lower()}}} for name in ("Sun", "Rain")
+    }
+    more = {"$defs": {"Place": place, "Node": node}, "definitions": definitions}
+    for text, schema in shown.items():
+        parameters = {"type": "object", "properties": {text[0]: schema}} if text[1] == "?" else schema
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters | more}}]
+        assert f"type f = (_: {{\n{text}\n}}) => any;" in prompt(chat.read, messages=[user("x")], tools=tools)
+
+
+def test_references_that_double_at_each_level_fill_the_memory(prompt):
+    def level(number: int) -> dict[str, Any]:
+        below = {"$ref": f"#/$defs/l{number + 1}"}
+        return {"type": "object", "properties": {"a": below, "b": below}}
+
+    parameters = level(-1) | {"$defs": {f"l{number}": level(number) for number in range(60)}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert len(prompt(chat.read, messages=[user("x")], tools=tools)) < 1_000_000

@@ -17,6 +17,17 @@ ITEMS = {  # items of an input, and their text in the prompt after the user's me
         "final<|message|>Hi.",
     ),
     "reasoning without anything": ([{"type": "reasoning", "summary": [], "content": None}], None),
+    "reasoning within a message": (  # microsoft/agent-framework issue 1423
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "reasoning", "summary": {"type": "summary_text", "text": "hm"}}],
+            },
+            A_CALL,
+            RESULT,
+        ],
+        "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>",
+    ),
     "reasoning of another server": ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}], None),
     "reasoning with text": (
         [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}],

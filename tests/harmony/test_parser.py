@@ -139,6 +139,8 @@ def test_text_of_another_role_is_not_sent(library):
             "functions.f",
             '{"a": 1}',
         ),
+        ("<|channel|>commentary to=functions.f<|constrain|>write: a<|end|>", "commentary", "functions.f", "write: a"),
+        ("<|channel|>commentary to=functions.f<|channel|>commentary json{}<|call|>", "commentary", "functions.f", "{}"),
     ],
 )
 def test_text_of_a_message_that_ends_in_its_header_is_kept(library, text, channel, recipient, content):
