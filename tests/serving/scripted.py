@@ -184,8 +184,8 @@ def _logprobs(tokens: Sequence[int]) -> Any:
     from vllm.v1.outputs import LogprobsLists
 
     ids = np.array([[token, token + 1] for token in tokens])
-    values = np.full(ids.shape, -0.5, dtype=np.float32)
-    ranks = np.ones(len(tokens), dtype=np.int64)
+    values = np.array([[-0.5, -0.25]] * len(tokens), dtype=np.float32)
+    ranks = np.full(len(tokens), 2, dtype=np.int64)
     return LogprobsLists(ids, values, ranks, *([None] * (len(LogprobsLists._fields) - 3)))
 
 

@@ -48,7 +48,7 @@ async def _begin(
     wanted = chat.read(body, release().defaults(self))
     intake.warn(raw_request, wanted.asked.warnings)
     started = await start(self, wanted.asked, name, raw_request, plain, stream=wanted.stream)
-    return started, chat.Answer(wanted, await _facts(started, wanted), started.turn)
+    return started, chat.Answer(wanted, _facts(started, wanted), started.turn)
 
 
 async def create_batch(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -108,22 +108,14 @@ def _last_lines(answer: chat.Answer, raw_request: Any, error: Exception | None) 
     yield "data: [DONE]\n\n"
 
 
-async def _facts(started: Started, wanted: chat.Request) -> chat.Facts:
+def _facts(started: Started, wanted: chat.Request) -> chat.Facts:
     self, plain = started.serving, started.plain
-    tokenizer = await release().tokenizer(self) if plain.logprobs else None
     prompt = {"prompt_token_ids": started.prompt} if wanted.with_token_ids else {}
     if getattr(plain, "return_prompt_text", False):
         prompt["prompt_text"] = encoder_of(self).decode(started.prompt)
 
     def logprobs(piece: Piece, which: Sequence[int]) -> dict[str, Any]:
-        return self._create_chat_logprobs(
-            token_ids=[piece.token_ids[number] for number in which],
-            top_logprobs=[piece.logprobs[number] for number in which],
-            tokenizer=tokenizer,
-            num_output_top_logprobs=plain.top_logprobs,
-            return_as_token_id=plain.return_tokens_as_token_ids,
-            **({"logprob_token_ids": ids} if (ids := getattr(plain, "logprob_token_ids", None)) else {}),
-        ).model_dump()
+        return {"content": started.logprobs(piece, which)}
 
     return facts_of(
         chat.Facts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.frontend.engine import Piece, Step
@@ -13,6 +14,7 @@ from npu_gptoss.frontend.sample import Facts
 from npu_gptoss.frontend.turn import Turn
 from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.serving import logger
+from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.openai.release import release
@@ -99,6 +101,27 @@ class Started:
         extra = self._about(output) if output.finished or output.prompt_logprobs else None
         return Step(pieces, output.num_cached_tokens, extra)
 
+    def logprobs(self, piece: Piece, which: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns OpenAI's log-probabilities of these tokens of a piece.
+
+        vLLM's own have U+FFFD for a token that is a part of a character, and put the sampled token before likelier
+        ones, in the place of the last of them.
+        """
+        plain, found = self.plain, []
+        for number in which:
+            token, known = piece.token_ids[number], piece.logprobs[number]
+            likely = sorted(known, key=lambda one: -known[one].logprob)
+            most = None if getattr(plain, "logprob_token_ids", None) else plain.top_logprobs or 0
+            top = [self._logprob(one, known) for one in likely[:most]]
+            found.append(self._logprob(token, known) | {"top_logprobs": top})
+        return found
+
+    def _logprob(self, token: int, known: Mapping[int, Any]) -> dict[str, Any]:
+        raw, as_id = encoder_of(self.serving).token_bytes(token), self.plain.return_tokens_as_token_ids
+        as_id = self.serving.return_tokens_as_token_ids if as_id is None else as_id
+        text = f"token_id:{token}" if as_id else raw.decode(errors="backslashreplace")  # as OpenAI writes it
+        return {"token": text, "logprob": max(float(known[token].logprob), -9999.0), "bytes": list(raw)}
+
     def _last_piece(self, done: Any) -> Piece:
         release().raise_if_error(self.serving, done.finish_reason, self.name)
         if done.finish_reason == "abort":  # a client that left hears nothing, so it was the server
@@ -133,12 +156,7 @@ async def start(
     here.preflight(serving, plain.n or 1)
     prompt = here.reused_prompt(serving, plain) or await prompt_of(serving, asked)
     params = here.sampling(serving, plain, len(prompt))
-    fields, param = asked.structure.fields, asked.structure.param or "tools"
-    if fields:
-        await structures.check(serving.engine_client, fields, param)
-    keywords = here.hold(serving, params, asked, fields)
-    if keywords:  # vLLM frames the structure, which makes another one
-        await structures.check(serving.engine_client, structures.structure_of(params.structured_outputs), param)
+    keywords = await _hold(serving, params, asked, raw_request)
     _make_deltas(params, asked, plain)
     if raw_request is not None:
         raw_request.state.request_metadata = names.RequestResponseMetadata(request_id=name)
@@ -146,6 +164,33 @@ async def start(
     outputs = await here.generate(serving, plain, raw_request, name, prompt, params, **keywords)
     model = serving.models.model_name(serving._maybe_get_adapters(plain))
     return Started(serving, name, asked, prompt, plain, params, outputs, model, whole=not stream)
+
+
+async def _hold(serving: Any, params: Any, asked: Asked, raw_request: Any) -> dict[str, Any]:
+    """Constrains an answer to its structure and its calls. Returns keywords of `generate`.
+
+    Tools of agents have schemas that no grammar can hold (or not in time), with which OpenAI calls them nevertheless.
+    """
+    try:
+        return await _hold_to(serving, params, asked)
+    except Refusal as refusal:
+        from npu_gptoss.serving.openai.intake import warn
+
+        if not asked.tools.offered or refusal.status != HTTPStatus.BAD_REQUEST:
+            raise
+        keywords = await _hold_to(serving, params, asked.loosened)
+        warn(raw_request, [f"the schemas of tools are not enforced: {refusal.message}"])
+        return keywords
+
+
+async def _hold_to(serving: Any, params: Any, asked: Asked) -> dict[str, Any]:
+    fields, param = asked.structure.fields, asked.structure.param or "tools"
+    if fields:
+        await structures.check(serving.engine_client, fields, param)
+    keywords = release().hold(serving, params, asked, fields)
+    if keywords:  # vLLM frames the structure, which makes another one
+        await structures.check(serving.engine_client, structures.structure_of(params.structured_outputs), param)
+    return keywords
 
 
 def _make_deltas(params: Any, asked: Asked, plain: Any) -> None:

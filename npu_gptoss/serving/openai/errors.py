@@ -104,7 +104,7 @@ def misread(errors: Sequence[Any], body: Any = None) -> Refusal:
     error, param = errors[deepest], _spelled(paths[deepest])
     said = escaped(str(error.get("msg", "invalid")), 300).removeprefix("Value error, ").removesuffix(".")
     named = _PARAMETER.search(said)
-    said = said[: named.start()] if named else said
+    said = said[: named.start()].removesuffix(".") if named else said
     said = f"expected {said.removeprefix('Input should be ')}" if said.startswith("Input should be ") else said
     got = f", got {shown(error['input'])}" if "input" in error and param and error.get("type") != "missing" else ""
     return Refusal(f"{f'{param}: ' if param else ''}{said}{got}.", param or (named[1] if named else _field(said)))

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from npu_gptoss.frontend import responses
-from npu_gptoss.frontend.engine import Piece
 from npu_gptoss.frontend.response_items import Conversation
 from npu_gptoss.serving.compat.server.shutdown import engine_ended
 from npu_gptoss.serving.openai import intake
@@ -79,7 +78,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
             return refused(NO_BACKGROUND, "background", kind=INVALID)
         intake.warn(raw_request, wanted.asked.warnings)
         started = await start(self, wanted.asked, request.request_id, raw_request, stream=wanted.stream)
-        answer = responses.Answer(wanted, await _facts(started, wanted), started.turn())
+        answer = responses.Answer(wanted, _facts(started, wanted), started.turn())
     except of_the_request() as error:
         return refusal(error)
     work = _Work(started, answer, raw_request)
@@ -130,26 +129,14 @@ async def _replayed(self: Any, response_id: str, starting_after: int | None) -> 
         await arrived.wait()
 
 
-async def _facts(started: Started, wanted: responses.Request) -> responses.Facts:
-    self, plain = started.serving, started.plain
-    tokenizer = await release().tokenizer(self) if plain.logprobs else None
-
-    def logprobs(piece: Piece, which: Sequence[int]) -> list[dict[str, Any]]:
-        made = self._create_response_logprobs(
-            token_ids=[piece.token_ids[number] for number in which],
-            logprobs=[piece.logprobs[number] for number in which],
-            tokenizer=tokenizer,
-            top_logprobs=plain.top_logprobs,
-        )
-        return [one.model_dump() for one in made]
-
+def _facts(started: Started, wanted: responses.Request) -> responses.Facts:
     sampled = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens")
     return facts_of(
         responses.Facts,
         started,
-        stored=wanted.store and self.enable_store,
+        stored=wanted.store and started.serving.enable_store,
         sampled={name: getattr(started.params, name) for name in sampled},
-        logprobs=logprobs if plain.logprobs else None,
+        logprobs=started.logprobs if started.plain.logprobs else None,
     )
 
 

@@ -86,6 +86,8 @@ class StructureCompiler:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
         validate_structure(params, self.vllm_config, self.tokenizer)
         wanted = params.structured_outputs
+        if wanted._backend == "outlines" and wanted._backend_was_auto:  # for patterns of names, which guidance takes
+            wanted._backend = "guidance"
         name = wanted._backend
         backend = self.backends.get(name) or new_backend(name, self.vllm_config, self.tokenizer)
         grammar = backend.compile_grammar(*structure_key(params))
