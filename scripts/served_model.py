@@ -28,6 +28,8 @@ def served_models(url: str) -> dict[str, tuple[str, str]]:
     url: `http://host:port`, with or without `/v1`.
     """
     address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    if not address.startswith(("http://", "https://")):
+        raise ServerError(f"{url} is no address of a server: expected http://{url}")
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT) as response:
             models = json.load(response)["data"]

@@ -38,6 +38,7 @@ _KNOWN = """
     layers_to_transform layers_pattern rank_pattern alpha_pattern bias loftq_config eva_config corda_config
     lora_ga_config use_dora qalora_group_size runtime_config target_parameters ensure_weight_tying megatron_core
 """
+_OF_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
 # They change the base model before the training; the adapter belongs to that base
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -108,6 +109,9 @@ def parse(text: str) -> tuple[Path, float]:
 def open_adapter(directory: Path, weight: float, config: GptOssConfig, specs: Mapping[str, TensorSpec]) -> Adapter:
     """An adapter's folder. specs: the base's tensors in the BF16 layout. Raises AdapterError."""
     if not is_directory(directory, AdapterError) or not is_there(directory / WEIGHTS, AdapterError):
+        if (directory / "adapters.safetensors").is_file():
+            remedy = "Fuse it there (`mlx_lm.fuse --dequantize`), and convert the result."
+            raise _wrong(directory, "expected an adapter of peft, got one of mlx-lm", "--lora", remedy)
         why = f"expected {CONFIG} and {WEIGHTS} of an adapter of peft, got none"
         raise _wrong(directory, why, "--lora", "Check the path; a pickle (.bin) is never opened: use safetensors.")
     return adapter_of(directory, read_header(directory / WEIGHTS), weight, config, specs)
@@ -225,7 +229,8 @@ def _settings(directory: Path) -> dict[str, Any]:
     settings = read_json(directory / CONFIG, AdapterError)
     kind = settings.get("peft_type") if isinstance(settings, dict) else None
     if kind != "LORA":
-        raise _wrong(directory, f"peft_type should be LORA, got {short(kind)}", "peft_type")
+        told = ("It is no change of weights: train LoRA.",) if kind in _OF_PROMPTS else ()
+        raise _wrong(directory, f"peft_type should be LORA, got {short(kind)}", "peft_type", *told)
     for name in ("r", "lora_alpha"):
         if not is_number(settings.get(name)) or settings[name] <= 0:
             why = f"{name} should be a number above 0, got {quoted(settings.get(name))}"

@@ -242,6 +242,22 @@ def test_adapter_of_another_kind_is_refused_by_its_field(base: Path, tmp_path: P
         merged_here(base, tmp_path / "out", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("kind", "weights", "remedy"),
+    [
+        ("LORA", "adapters", "mlx_lm"),
+        ("PREFIX_TUNING", "adapter_model", "train LoRA"),
+        ("IA3", "adapter_model", "with peft"),
+    ],
+)
+def test_remedy_is_none_that_cannot_work(base: Path, tmp_path: Path, kind: str, weights: str, remedy: str) -> None:
+    """peft merges no prompts, and mlx-lm's adapter has names of its own."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+    save_file({"x": torch.zeros(2)}, tmp_path / f"{weights}.safetensors")
+    with pytest.raises(AdapterError, match=remedy):
+        merged_here(base, tmp_path / "out", str(tmp_path))
+
+
 FACTOR = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
 BROKEN: dict[str, Callable[[Tensors], object]] = {
     "another base": lambda t: t.update({f"{FACTOR}A.weight": torch.zeros(4, 97)}),

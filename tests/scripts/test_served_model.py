@@ -59,6 +59,11 @@ def test_a_proxy_that_was_asked_instead_is_named(
     assert printed.out == "a\t/a\t16384\n"
 
 
+def test_an_address_without_its_scheme_is_no_missing_server(capsys: pytest.CaptureFixture) -> None:
+    assert served_model.main(["localhost:8085"]) == 2
+    assert "http://localhost:8085" in capsys.readouterr().err
+
+
 def test_a_missing_server_is_reported_with_a_remedy(capsys: pytest.CaptureFixture) -> None:
     assert served_model.main([f"http://127.0.0.1:{free_port()}"]) == 2
     assert "scripts/serve.sh" in capsys.readouterr().err

@@ -159,8 +159,7 @@ SSSS | --additional-config '{"enable_weight_nz_layout": true}'
 SRRS | --additional-config '{"dynamic_eplb": true}'
 SRRS | --additional-config '{"eplb_config": {"dynamic_eplb": true}}'
 SRRS | --additional-config '{"enable_flashcomm1": true}' --tensor-parallel-size 2 --enable-expert-parallel
-SRRS | --additional-config '{"enable_flashcomm2_parallel_size": 1}' --tensor-parallel-size 2
-SRRS | VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE=1 --tensor-parallel-size 2
+SSSS | VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE=1 --tensor-parallel-size 2
 SRRS | --additional-config '{"xlite_graph_config": {"enabled": true}}'
 SRRS | --additional-config '{"torchair_graph_config": {"enabled": true}}'
 SSSS | --served-model-name openai/gpt-oss-20b gpt-oss-20b --api-key token --host 0.0.0.0

@@ -33,12 +33,10 @@ OPTIONS = {
     "init_redundancy_expert": "each expert lives on one rank",
     "enable_shared_expert_dp": "there are no shared experts",
     "enable_flashcomm1": "sequence parallelism is not supported",
-    "enable_flashcomm2_parallel_size": "the output projection is cut by --tensor-parallel-size",
 }
 VARIABLES = {
     "VLLM_ASCEND_ENABLE_FLASHCOMM": "sequence parallelism is not supported",
     "VLLM_ASCEND_ENABLE_FLASHCOMM1": "sequence parallelism is not supported",
-    "VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE": "the output projection is cut by --tensor-parallel-size",
     "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "it looks for weights of other models",
     "VLLM_USE_V2_MODEL_RUNNER": "vllm-ascend keeps its first model runner here, but asks for parts of the second",
 }
