@@ -73,7 +73,7 @@ def chat_template(directory: Path) -> tuple[str, str]:
 def check_template(directory: Path) -> None:
     """Raises InputError for the template of another format: chats are written and read in harmony, without it."""
     text, place = chat_template(directory)
-    if text and not ("<|start|>" in text and "<|message|>" in text):
+    if text.strip() and not ("<|start|>" in text and "<|message|>" in text):
         raise InputError(
             f"{directory}: the chat template is not of harmony, the format in which gpt-oss's chats are written and "
             f"read. If the model was trained in harmony, delete {place}; else its chats cannot be served.",

@@ -59,6 +59,8 @@ if [ -z "$dry" ] || [ -z "$model" ] || [ -z "$tokenizer" ]; then
     [ -n "$tokenizer" ] || tokenizer=$folder
     [ -f "$tokenizer/tokenizer.json" ] || fail "the server's checkpoint '$tokenizer' has no tokenizer.json on this \
 machine; name a folder that has it with --tokenizer."
+    [ -z "$longest" ] || [ $((input + output)) -le "$longest" ] || fail "--input $input and --output $output are more \
+than the $longest tokens of the server's --max-model-len."
 fi
 [ -n "$out" ] || out=outputs/perf-$model-$(date +%Y%m%d-%H%M%S)
 

@@ -57,7 +57,10 @@ class Run:
 
     def row(self) -> tuple[str, ...]:
         numbers = f"{self.latency:.2f}", f"{self.ttft:.0f}", f"{self.tpot:.1f}", f"{self.output_rate:.1f}"
-        return (str(self.parallel), f"{self.failed} / {self.requests}", *numbers, f"{self.input_tokens:.0f}")
+        told = (*numbers, f"{self.input_tokens:.0f}")
+        if self.failed == self.requests:  # evalscope writes -1
+            told = ("–",) * len(told)
+        return (str(self.parallel), f"{self.failed} / {self.requests}", *told)
 
 
 def read_run(path: Path) -> Run:

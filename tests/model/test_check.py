@@ -56,6 +56,11 @@ def test_a_folder_of_modelscope_cannot_be_read(directory: Path) -> None:
     assert plain.logits([1, 2, 3]).isfinite().all()
 
 
+def test_an_empty_template_is_not_of_another_format(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text(" \n")
+    check_directory(directory)
+
+
 # What the tools write beside the published fields
 FINE_TUNES: dict[str, dict[str, Any]] = {
     "unsloth": {"unsloth_version": "2025.9.1", "unsloth_fixed": True, "use_cache": True, "torch_dtype": "bfloat16"},

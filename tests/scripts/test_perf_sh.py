@@ -55,6 +55,7 @@ def test_name_and_tokenizer_come_from_the_server(scripts: Path, tokenizer: Path)
         ("/on/another/machine", "", 2, "--tokenizer"),
         ("", "--parallel 1,2,3 --number 10,20", 2, "1,2,3"),
         ("", "--out .", 2, "--out"),
+        ("", "--input 16300", 2, "--max-model-len"),
         ("", "--out new", 9, ""),  # evalscope's own failure
     ],
 )
@@ -115,6 +116,13 @@ def test_times_of_something_else_are_not_comparable(
     summary(tmp_path, 10, **options)
     assert perf_report.main([str(tmp_path)]) == 1
     assert f"NOT COMPARABLE: {words}" in capsys.readouterr().out.replace("answers have ", "")
+
+
+def test_a_run_without_an_answer_has_no_times(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    summary(tmp_path, 10, failed=20)
+    assert perf_report.main([str(tmp_path)]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "20 / 20" in line]
+    assert not any(character.isdigit() for cell in columns(row)[2:] for character in cell)
 
 
 def test_no_results_and_other_files_are_refused(tmp_path: Path) -> None:
