@@ -93,7 +93,8 @@ def ask(port: int, method: str, path: str, **headers: str) -> tuple[int, str]:
 def test_the_proxy_lets_in_the_clients_routes_only(proxy: int) -> None:
     for route in ("chat/completions", "completions", "responses", "messages", "messages/count_tokens"):
         assert ask(proxy, "POST", f"/v1/{route}")[0] == 200
-    assert ask(proxy, "GET", "/v1/models")[0] == 200
+    for path in ("/v1/models", "/v1/models/openai/gpt-oss-20b"):
+        assert ask(proxy, "GET", path)[0] == 200
     for path in ("/invocations", "/tokenize", "/metrics", "/docs", "/v1/load_lora_adapter", "/v1/models/../../metrics"):
         assert ask(proxy, "POST", path)[0] == 404, path
 
