@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openai_harmony import Message
 from pydantic import TypeAdapter, ValidationError
 
-from npu_gptoss.frontend.structure import Structure, forced_structure
+from npu_gptoss.frontend.structure import Structure, forced_structure, shape
 from npu_gptoss.frontend.tools import Tools
 from npu_gptoss.frontend.turn import Reading, Turn
 from npu_gptoss.harmony.conversation import ConversationError, conversation, expected, mapping, reasoning_effort
@@ -81,14 +81,13 @@ class Asked:
             check_length(limit, len(ids), most or 0)
         return ids
 
-    @property
-    def loosened(self) -> Asked:
-        """Returns the request without the schemas that only describe calls: of all tools if the model may leave them
-        out, else of those that are not strict."""
-        tools, structure = self.tools.loosened, self.structure
-        if structure.calls:
-            structure = forced_structure(tools, Structure())
-        return replace(self, tools=tools, structure=structure)
+    def loosened(self) -> Iterator[Asked]:
+        """Yields the request with fewer and fewer demands on the arguments of calls."""
+        for change in (shape, lambda _: None):
+            tools, structure = self.tools.loosened(change), self.structure
+            yield replace(
+                self, tools=tools, structure=forced_structure(tools, Structure()) if structure.calls else structure
+            )
 
     def turn(self, encoder: Encoder) -> Turn:
         """Returns a reader of one sample's tokens."""

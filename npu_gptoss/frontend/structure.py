@@ -141,3 +141,20 @@ def _moved(value: Any, root: str) -> Any:
     if isinstance(name := value.get("$ref"), str) and name.startswith("#"):
         moved["$ref"] = root + name[1:]
     return moved
+
+
+# Keywords of JSON schemas that every grammar knows, by what they hold
+_SCHEMAS, _NAMED = ("items", "additionalProperties", "anyOf", "oneOf", "allOf"), ("properties", "$defs", "definitions")
+_DATA = ("type", "required", "enum", "const", "$ref")
+
+
+def shape(schema: Any) -> Any:
+    """Returns a schema without keywords that some grammars refuse (`uniqueItems`, `pattern`, `format`)."""
+    if isinstance(schema, list):
+        return [shape(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    named = {name: schema[name] for name in _NAMED if isinstance(schema.get(name), Mapping)}
+    made = {name: {key: shape(one) for key, one in value.items()} for name, value in named.items()}
+    made |= {name: shape(schema[name]) for name in _SCHEMAS if name in schema}
+    return made | {name: schema[name] for name in _DATA if name in schema}

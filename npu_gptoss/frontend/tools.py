@@ -10,7 +10,7 @@ their functions in every request. A request that forces one is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -90,13 +90,13 @@ class Tools:
         """Returns the functions for the prompt: none if no tool may be called."""
         return [] if self.choice.mode == "none" else [tool.function for tool in self.offered]
 
-    @property
-    def loosened(self) -> Tools:
-        """Returns the tools with any arguments, except strict ones of which one must be called."""
+    def loosened(self, change: Callable[[Json | None], Json | None]) -> Tools:
+        """Returns the tools with changed schemas, except strict ones of which one must be called."""
 
         def loose(tool: Tool) -> Tool:
             kept = tool.kind == "custom" or (tool.strict and self.choice.mode != "auto")
-            return tool if kept else replace(tool, parameters=None, strict=None)
+            parameters = tool.parameters if kept else change(tool.parameters)
+            return replace(tool, parameters=parameters, strict=tool.strict if parameters else None)
 
         forced = self.choice.tool and loose(self.choice.tool)
         return replace(self, offered=tuple(map(loose, self.offered)), choice=replace(self.choice, tool=forced))

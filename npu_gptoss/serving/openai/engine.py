@@ -171,16 +171,21 @@ async def _hold(serving: Any, params: Any, asked: Asked, raw_request: Any) -> di
 
     Tools of agents have schemas that no grammar can hold (or not in time), with which OpenAI calls them nevertheless.
     """
-    try:
-        return await _hold_to(serving, params, asked)
-    except Refusal as refusal:
-        from npu_gptoss.serving.openai.intake import warn
+    first: Refusal | None = None
+    for one in (asked, *asked.loosened()):
+        try:
+            keywords = await _hold_to(serving, params, one)
+        except Refusal as refusal:
+            if not asked.tools.offered or refusal.status != HTTPStatus.BAD_REQUEST:
+                raise
+            first = first or refusal
+            continue
+        if first is not None:
+            from npu_gptoss.serving.openai.intake import warn
 
-        if not asked.tools.offered or refusal.status != HTTPStatus.BAD_REQUEST:
-            raise
-        keywords = await _hold_to(serving, params, asked.loosened)
-        warn(raw_request, [f"the schemas of tools are not enforced: {refusal.message}"])
+            warn(raw_request, [f"the schemas of tools are enforced in part: {first.message}"])
         return keywords
+    raise first
 
 
 async def _hold_to(serving: Any, params: Any, asked: Asked) -> dict[str, Any]:

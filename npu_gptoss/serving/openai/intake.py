@@ -66,11 +66,12 @@ def plain_messages(body: Mapping[str, Any]) -> Json:
 
 def plain_completion(body: Mapping[str, Any]) -> Json:
     """Returns the body with its structure in the one field that each release's class reads: the other fields end 0.11's
-    engine, or are dropped. max_tokens: null is its default, which 0.11 and 0.23 do not know."""
+    engine, or are dropped. max_tokens: null is its default, which 0.11 and 0.23 do not know. suffix: "" is none."""
     asked = structure_of(body)
     kept = {name: value for name, value in body.items() if name not in STRUCTURE_FIELDS}
-    if kept.get("max_tokens", 1) is None:
-        del kept["max_tokens"]
+    for name, nothing in (("max_tokens", None), ("suffix", "")):
+        if kept.get(name, 1) == nothing:
+            del kept[name]
     return kept | ({"structured_outputs": dict(asked.fields)} if asked else {})
 
 

@@ -317,4 +317,8 @@ def test_a_tool_with_a_schema_that_no_grammar_holds_is_refused(server: Server, f
     )
     assert answer.json["choices"][0]["finish_reason"] == "tool_calls"
     if fields["tool_choice"] == "required":
-        assert "not enforced" in answer.headers["x-npu-gptoss-warning"]
+        assert "in part" in answer.headers["x-npu-gptoss-warning"]
+
+
+def test_an_empty_suffix_ends_a_completion(server: Server) -> None:
+    assert server.post("/v1/completions", {"model": NAME, "prompt": "x", "suffix": "", "max_tokens": 1}).status == 200

@@ -23,7 +23,7 @@ STREAM_ERROR = "create_streaming_error_response"
 BEGINNING = "This model's maximum context length is "
 # the message of 0.23 and 0.33
 TOO_LONG = re.compile(r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.")
-TOO_LONG_0_11 = re.compile(rf"{BEGINNING}(\d+) tokens. However, your request has (\d+) input tokens")
+TOO_LONG_0_11 = re.compile(rf"{BEGINNING}(-?\d+) tokens. However, your request has (\d+) input tokens")
 
 
 @repair("context-length", f"{ENGINE}:OpenAIServing.create_error_response", until="0.23")
