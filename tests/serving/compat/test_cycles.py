@@ -20,11 +20,8 @@ pytestmark = [pytest.mark.serving, pytest.mark.skipif(not OLD, reason="the repai
 def test_a_request_of_the_prefix_cache_is_freed_with_its_blocks(patched, repaired):
     request = Request("one", [1, 2], SamplingParams(), None, None, block_hasher=lambda request: [b"hash"])
     request.status = RequestStatus.FINISHED_STOPPED
-    scheduler, known = (
-        types.SimpleNamespace(kv_cache_manager=mock.Mock(), requests={"one": request}),
-        weakref.ref(request),
-    )
-    scheduler.kv_cache_manager.free = lambda request: None
+    manager, known = types.SimpleNamespace(free=lambda request: None), weakref.ref(request)
+    scheduler = types.SimpleNamespace(kv_cache_manager=manager, requests={"one": request})
     gc.disable()
     try:
         with patched(*["request-cycle"] * repaired):
