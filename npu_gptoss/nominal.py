@@ -23,7 +23,12 @@ BANDWIDTH = {
 # Bytes that a card has for processes. "64 GB": 62 420 MiB, "total memory" in the logs of vllm-ascend's servers (its
 # issues 4037, of a 910B1, 4404, 6250); of a die of a 910C "61.27 GiB" (its PR 8289) and torch-npu's "61.28 GiB".
 # "32 GB": torch-npu's "29.50 GiB total capacity" in reports of exhausted memory.
-MEMORY = {"910B3": 65_452_113_920, "910B4": 31_675_383_808, "A3": 62_745 << 20}
+# npu-smi shows 65536 MB of each of the first five (its issues 378, 7205, 10525).
+MEMORY = {
+    **dict.fromkeys(("910B3", "910B1", "910B2", "910B2C", "910B4-1"), 65_452_113_920),
+    "910B4": 31_675_383_808,
+    **dict.fromkeys(("A3", "910C"), 62_745 << 20),
+}
 
 # How the name of a device begins, and its kind in vllm-ascend. An A3 is a 910C, and each of its two dies a device.
 KINDS = {"Ascend910B": "A2", "Ascend910_93": "A3"}

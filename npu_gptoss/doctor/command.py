@@ -29,8 +29,8 @@ def _positive(text: str) -> int:
 
 def _card(text: str) -> int:
     """Bytes of a card's memory, by the card's name or in GiB."""
-    if text in MEMORY:
-        return MEMORY[text]
+    if (name := text.removeprefix("Ascend")) in MEMORY:
+        return MEMORY[name]
     try:
         return _positive(text) * GIB
     except argparse.ArgumentTypeError:

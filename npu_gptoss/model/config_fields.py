@@ -98,7 +98,7 @@ TEXT = Rule("a text or null", lambda v: v is None or isinstance(v, str))
 DTYPE = Rule(
     "'bfloat16' or 'float32', or no such field (gpt-oss was trained in bfloat16 and overflows in float16)",
     lambda v: v in (None, "bfloat16", "float32"),
-    "leave the field out: the dtype of the tensors counts (docs/convert.md turns those of float16)",
+    "leave the field out: the dtype of the tensors counts (docs/convert.md for float16)",
 )
 _NO_SCALE = Rule("null (gpt-oss scales cos and sin by 0.1 ln(factor) + 1)", lambda v: v is None)
 

@@ -84,6 +84,12 @@ def test_config_file_that_vllm_would_pass_over_is_refused(directory: Path, patch
         engine_config(directory)
 
 
+def test_a_file_of_modelopt_is_not_taken_for_a_field_of_config_json(directory: Path, patched: Any) -> None:
+    (directory / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}, "quantization": {}}')
+    with patched("checkpoint-check"), refused("hf_quant_config.json"):
+        engine_config(directory)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model-00001-of-00003.safetensors"])
 def test_file_in_place_of_the_folder_is_refused(directory: Path, patched: Any, name: str) -> None:
     (directory / name).touch()

@@ -104,6 +104,9 @@ def check(options: EngineArgs) -> None:
         weights=options.load_format != "dummy",
         text=False,
     )
+    if config.quantization is None and (directory / "hf_quant_config.json").is_file():
+        said = "vLLM would read these weights by it, and they are not quantized. Delete it."
+        raise InputError(f"{directory / 'hf_quant_config.json'}: {said}", field="hf_quant_config.json")
     tokenizer = Path(options.tokenizer or directory)
     if not options.skip_tokenizer_init and tokenizer.is_dir():
         check_tokenizer(tokenizer, config)  # takes 1.5 s; vLLM's own attempt ends in a traceback
