@@ -154,7 +154,7 @@ def test_the_buffers_size_is_the_shells(tmp_path, text, size):
 def test_a_card_is_named_or_given_in_gib_or_refused_in_words(text):
     assert (command._card("910B3"), command._card("64")) == (memory.CARD, 64 * GIB)
     assert {command._card(f"Ascend910B{bin_}") for bin_ in ("1", "2", "2C", "4-1")} == {memory.CARD}
-    with pytest.raises(argparse.ArgumentTypeError, match="expected 910B3 or .* or GiB, got"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"expected 910B3 or .* or GiB, got"):
         command._card(text)
 
 
