@@ -33,8 +33,8 @@ from npu_gptoss.serving.releases import vllm as names
 
 INVALID = "invalid_request_error"
 STORE_HINT = (
-    " This server stores no responses. Start it with VLLM_ENABLE_RESPONSES_API_STORE=1 (it then keeps all of them in "
-    "memory), or send the earlier items of the conversation as input."
+    " This server stores no responses. Start it with VLLM_ENABLE_RESPONSES_API_STORE=1 (it then keeps them in "
+    "memory until they are deleted), or send the earlier items of the conversation as input."
 )
 NO_BACKGROUND = (  # vLLM's words
     "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "

@@ -322,3 +322,12 @@ def test_a_tool_with_a_schema_that_no_grammar_holds_is_refused(server: Server, f
 
 def test_an_empty_suffix_ends_a_completion(server: Server) -> None:
     assert server.post("/v1/completions", {"model": NAME, "prompt": "x", "suffix": "", "max_tokens": 1}).status == 200
+
+
+def test_a_stored_response_cannot_be_deleted(server: Server) -> None:
+    """vllm issue 39624: the store grows until the server ends."""
+    name = server.respond(ANSWER).json["id"]
+    url = f"{server.url}/v1/responses/{name}"
+    assert requests.delete(url, timeout=60).json() == {"id": name, "object": "response", "deleted": True}
+    assert [ask(url, timeout=60).status_code for ask in (requests.get, requests.delete)] == [404, 404]
+    assert server.respond(ANSWER, previous_response_id=name).status == 404

@@ -178,7 +178,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     from vllm import envs as vllm_envs
 
     from npu_gptoss.serving import tokenizer_file
-    from npu_gptoss.serving.openai import messages, models
+    from npu_gptoss.serving.openai import messages, routes
     from npu_gptoss.serving.openai.engine import prepare
     from npu_gptoss.serving.openai.errors import misread
     from npu_gptoss.serving.openai.intake import Intake, is_gpt_oss
@@ -190,7 +190,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     if tokenizer_file.served and is_gpt_oss(tokenizer_file.served[0]):
         prepare(tokenizer_file.served[0])  # takes seconds, now and not in the first request
     messages.add_routes(app)
-    models.add_route(app)
+    routes.add_routes(app)
     app.middleware_stack = None  # 0.33 has built it already; the first request builds it again
     keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
     app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]

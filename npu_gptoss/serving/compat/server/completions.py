@@ -23,6 +23,7 @@ STREAM_ERROR = "create_streaming_error_response"
 BEGINNING = "This model's maximum context length is "
 # the message of 0.23 and 0.33
 TOO_LONG = re.compile(r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.")
+TOO_MANY = re.compile(r"max_tokens=(\d+) cannot be greater than .*=(\d+)\. Please")
 TOO_LONG_0_11 = re.compile(rf"{BEGINNING}(-?\d+) tokens. However, your request has (\d+) input tokens")
 
 
@@ -91,6 +92,8 @@ def _refusal(said: str) -> Any | None:
 
     if found := TOO_LONG.fullmatch(said):
         said = _words(*map(int, found.groups()))
+    elif found := TOO_MANY.match(said):
+        said = _words(0, int(found[2]), int(found[1]))
     if not said.startswith(BEGINNING):
         return None
     return refused(said, kind="invalid_request_error", code=CONTEXT_CODE)
