@@ -66,7 +66,7 @@ SSSS | --tool-server demo
 SSSS | --chat-template template.jinja
 SSSS | --generation-config vllm --seed 42
 SSSS | --override-generation-config '{"temperature": 1.0}'
-RRRR | --hf-overrides '{"rope_scaling": {"factor": 4, "original_max_position_embeddings": 32768, "rope_type": "yarn"}}'
+SSSS | --hf-overrides '{"rope_scaling": {"factor": 4, "original_max_position_embeddings": 32768, "rope_type": "yarn"}}'
 RRRR | --hf-overrides '{"quantization_config": {}}'
 SSSS | --hf-overrides '{"num_experts_per_tok": 2}'
 SSSS | --hf-overrides.num_experts_per_tok 2
