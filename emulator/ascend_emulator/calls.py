@@ -53,14 +53,14 @@ class TensorRef:
             )
 
 
-def convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Applies `change` to every tensor in `value`; searches lists and tuples."""
-    if isinstance(value, torch.Tensor):
+def convert(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """Applies `change` to everything of this kind in `value`; searches lists and tuples."""
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, list):
-        return [convert(item, change) for item in value]
+        return [convert(item, change, kind) for item in value]
     if isinstance(value, tuple):
-        return tuple(convert(item, change) for item in value)
+        return tuple(convert(item, change, kind) for item in value)
     return value
 
 
@@ -199,16 +199,8 @@ class Call:
         if graph:
             for reference in self.references():
                 reference.check_alive(self.operation.name)
-
-        def thaw(value: Any) -> Any:
-            if isinstance(value, TensorRef):
-                return aliases.of_ref(value)
-            if isinstance(value, (list, tuple)):
-                return type(value)(thaw(item) for item in value)
-            return value
-
-        args = tuple(thaw(value) for value in self.args)
-        kwargs = {name: thaw(value) for name, value in self.kwargs.items()}
+        args = convert(self.args, aliases.of_ref, TensorRef)
+        kwargs = {name: convert(value, aliases.of_ref, TensorRef) for name, value in self.kwargs.items()}
         with torch.no_grad(), context.use(capturing=False, execute=True):
             outputs = list(leaves(self.operation.function(*args, **kwargs)))
         fresh = []
