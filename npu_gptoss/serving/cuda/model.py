@@ -125,7 +125,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         narrow = vllm_config.cache_config.cache_dtype in FP8_CACHES
         nothing = torch.zeros(shape, dtype=torch.float8_e4m3fn if narrow else self.dtype)
         self._nothing = key_value_pair(nothing.transpose(1, 2))
-        self._ahead = reach_ahead(vllm_config)
+        self._ahead = reach_ahead(vllm_config) if self.device.type == "cuda" else None
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -158,9 +158,9 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         )
         if self._has_head:
             self._share()
+        if self._ahead is not None:
+            self._compile(self._ahead)
         if self.device.type == "cuda":
-            if self._ahead is not None:
-                self._compile(self._ahead)
             before_ready(self._warm_up)
 
     def _update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
