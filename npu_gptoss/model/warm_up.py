@@ -53,18 +53,19 @@ def compile_programs(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> 
     come."""
     from npu_gptoss.kernels.ahead import compile_ahead
 
-    compile_ahead(lambda: steps(model, caches, reach))
+    compile_ahead(lambda: launch_programs(model, caches, reach))
 
 
 def warm_up(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
     """Compiles, then launches once. caches: a pair a layer, of which nothing changes. With ranks all of them call it
     with the same reach."""
     compile_programs(model, caches, reach)
-    steps(model, caches, reach)
+    launch_programs(model, caches, reach)
 
 
 @torch.inference_mode()
-def steps(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
+def launch_programs(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
+    """Launches each program once. caches, reach: as for `warm_up`."""
     layers = _layers(model)
     for rows in sizes(reach.rows, _ends(model)):
         if rows > reach.graph_rows:

@@ -21,7 +21,7 @@ from npu_gptoss.model.assembly import AUTO, FP8
 from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.model.update import WeightUpdate
 from npu_gptoss.model.values import checked_values
-from npu_gptoss.model.warm_up import Reach, compile_programs, warm_up
+from npu_gptoss.model.warm_up import Reach, compile_programs, launch_programs
 from npu_gptoss.model.weights import named_tensors
 from npu_gptoss.serving import limits, logger
 from npu_gptoss.serving.cuda import invariant
@@ -203,7 +203,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         logger.info("npu-gptoss compiled the kernels of every step in %.1f s.", time.monotonic() - began)
 
     def _warm_up(self, reach: Reach) -> None:
-        warm_up(self.gptoss, [cache.pair for cache in self.caches], reach)
+        launch_programs(self.gptoss, [cache.pair for cache in self.caches], reach)
         if self.gptoss.shortlist is not None:
             from npu_gptoss.serving.cuda.noise import gumbel_noise
 

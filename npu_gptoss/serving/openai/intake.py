@@ -149,7 +149,7 @@ class Intake:
         first = await receive()
         body, state = _parsed(scope, first), scope["app"].state
         if (said := await answered(route, body, state)) is not None:
-            await _as_json(said)(scope, receive, send)
+            await as_json(said)(scope, receive, send)
             return
         wanted = plain(route, body, state)
         if wanted is None:
@@ -173,7 +173,8 @@ class Intake:
             sent.end()
 
 
-def _as_json(said: Any) -> Any:
+def as_json(said: Any) -> Any:
+    """Returns the answer: of JSON, or of vLLM's error with its status."""
     from starlette.responses import JSONResponse
 
     return JSONResponse(said) if isinstance(said, dict) else JSONResponse(said.model_dump(), said.error.code)

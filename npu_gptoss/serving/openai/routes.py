@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from npu_gptoss.serving.openai.errors import refused
+from npu_gptoss.serving.openai.intake import as_json
 from npu_gptoss.serving.openai.responses import not_found
 
 if TYPE_CHECKING:
@@ -14,27 +15,22 @@ if TYPE_CHECKING:
 
 
 def add_routes(app: FastAPI) -> None:
-    from fastapi.responses import JSONResponse
-
-    def answer(said: Any) -> JSONResponse:
-        return JSONResponse(said.model_dump(), status_code=said.error.code)
-
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str, raw_request: Request) -> Any:
         served = await raw_request.app.state.openai_serving_models.show_available_models()
         found = next((card for card in served.data if card.id == name), None)
         if found is None:
-            return answer(refused(f"The model `{name}` does not exist.", "model", 404, "NotFoundError"))
-        return JSONResponse(found.model_dump())
+            return as_json(refused(f"The model `{name}` does not exist.", "model", 404, "NotFoundError"))
+        return as_json(found.model_dump())
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, raw_request: Request) -> Any:
         serving = raw_request.app.state.openai_serving_responses
         async with serving.response_store_lock:
             if serving.response_store.pop(response_id, None) is None:
-                return answer(not_found(serving, response_id))
+                return as_json(not_found(serving, response_id))
             serving.msg_store.pop(response_id, None)
             serving.event_store.pop(response_id, None)
         if (task := serving.background_tasks.get(response_id)) is not None:
             task.cancel()
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return as_json({"id": response_id, "object": "response", "deleted": True})
