@@ -85,7 +85,12 @@ RULES: dict[int, Rule] = {
             (32, "The cache has at least the blocks that the lengths need, and something must be needed."),
             (33, "Block ids lie inside the cache; nothing checks them.", *_UB),
             (34, "TND on CANN 8.3 takes no pse_shift, no quantisation, and rope only with D 128 + 64.", ONLY_8_3),
-            (35, "Query, key, value and caches are contiguous; else each call copies them whole.", ALL, Kind.COSTLY),
+            (
+                35,
+                "Query, key and value are contiguous; else each call copies them. CANN 9.1 refuses key and value.",
+                ALL,
+                Kind.COSTLY,
+            ),
             (36, "BSH and BSND take a three-dimensional paged cache only."),
             (37, "The workspace query cannot serve TND: it passes sequence lengths without data.", ONLY_8_3),
             (38, "The caller's workspace suffices, unchecked; from CANN 8.5 on its size depends on the lengths.", *_UB),
@@ -177,6 +182,7 @@ _PFA = "ops-transformer b122ed222 (8.3.RC1), prompt_flash_attention_tiling.cpp; 
 SOURCES: dict[int, str] = {
     5: "ops-transformer v8.5.0, CheckFeatureLearnableSink; v9.0.0 asks no head size there, see 93",
     **dict.fromkeys((7, 18, 25, 27, 34), _PFA),
+    35: "9.1: vllm-ascend PRs 12025 and 13461 and sglang PR 34936, which met the refusal on cards",
     37: f"{_PFA}, which answers with CalcMaxWorkspaceSize",
     38: f"{_PFA}::CalcWorkspaceSize, the same text in v8.5.0, v9.0.0, v9.0.1 and branch 9.1.0",
     59: "ops-transformer b122ed222, moe_init_routing_v3_tiling.cpp; v8.5.0 has another (e05d98c2f)",

@@ -61,11 +61,10 @@ def _check_binding(call: Call, fia: FiaCall) -> None:
 
 def _check_parameters(call: Call, fia: FiaCall) -> None:
     for name, tensor in strided(fia).items():
-        call.note(
-            35,
-            f"{name} {shape(tensor)} with strides {list(tensor.stride())} is copied whole in every call, "
-            f"{tensor.numel() * tensor.element_size()} bytes",
-        )
+        what = f"{name} {shape(tensor)} with strides {list(tensor.stride())}"
+        if call.context.cann == "9.1" and name != "query":
+            call.reject(35, f"{what} should be contiguous", Layer.PARAMETER)
+        call.note(35, f"{what} is copied whole in every call, {tensor.numel() * tensor.element_size()} bytes")
     if fia.sink is not None and not (fia.sink.dtype == torch.float16 and call.holds(93)):
         call.require(
             call.context.stands_for(fia.sink.dtype, torch.bfloat16),

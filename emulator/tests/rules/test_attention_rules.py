@@ -449,6 +449,14 @@ def test_R35_strided_operands_are_right_and_copied_whole_in_every_call(name):
     assert copied == (plain.read + size, plain.written + size, plain.launches + 1)
 
 
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_R35_strided_keys_and_values_are_refused_on_cann_9_1(name):
+    legal = case()
+    strided = torch.stack([legal[name]] * 2, -1)[..., 0]
+    with use(cann="9.1"), rejects(35, f"{name} [", "should be contiguous"):
+        fia(**{**legal, name: strided})
+
+
 def test_R38_a_small_workspace_is_not_noticed():
     plain = case()
     out = [torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.empty(1)]
