@@ -9,11 +9,12 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from tests.serving.compat.in_process import HONEST, core_of, greedy, run
-from tests.serving.compat.of_release import OLD
+from tests.serving.compat.of_release import LINE, OLD
 
 pytestmark = pytest.mark.serving
 only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
@@ -107,3 +108,34 @@ def test_swapped_rows_keep_their_own_allowed_tokens(patched):
 
     with patched("row-masks"):
         assert exchanged() == {"a": True, "honest": False}
+
+
+class Drawn(TorchDispatchMode):
+    """The streams on which noise is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.exponential_.default:
+            self.streams.append(torch.npu.current_stream())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(LINE != "0.23", reason="the repair is for vllm-ascend 0.23")
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_next_steps_noise_does_not_overwrite_that_of_this_one(patched, repaired):
+    """Memory of another stream is free for that stream again before this one has read it."""
+    from vllm_ascend.sample import sampler
+
+    with patched(*["ascend-sampling-noise"] * repaired), Drawn() as drawn:
+        tokens = [
+            sampler.random_sample(
+                torch.full((2, 50), 0.02, device="npu"), {0: torch.Generator("npu").manual_seed(seed)}
+            ).tolist()[0]
+            for seed in (7, 7, 8)
+        ]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert len(drawn.streams) == 6, "all rows, and the seeded one again"
+    assert {stream == torch.npu.current_stream() for stream in drawn.streams} == {repaired}

@@ -1,4 +1,4 @@
-"""Repairs of vllm-ascend's model runner, for gpt-oss only. The replacements are in `serving/ascend`."""
+"""Repairs of vllm-ascend's model runner, for gpt-oss only, and of its sampler. Replacements are in `serving/ascend`."""
 
 from __future__ import annotations
 
@@ -127,3 +127,22 @@ def install_sampler_memory(module: ModuleType) -> None:
             rows = self.max_num_reqs * (OF_A_REQUEST + OF_A_DRAFT * drafts)
             torch.empty(rows, logits.shape[-1], dtype=torch.float32, device=logits.device)  # vLLM reads the peak
         return logits
+
+
+@repair(
+    "ascend-sampling-noise",
+    "vllm_ascend.sample.sampler:random_sample",
+    releases="0.23",
+    upstream="vllm-ascend PR 13394",
+    until="0.33",
+)
+def install_sampling_noise(module: ModuleType) -> None:
+    """A step's noise is drawn on another stream and freed before the step has read it, so that the next step's may
+    overwrite it: wrong tokens, also such as top_p or a grammar forbids, and seeds that do not repeat."""
+    expect_source(module.random_sample, "npu_stream_switch(global_stream())", ".wait_stream(global_stream()) return")
+
+    @around(module, "random_sample")
+    def random_sample(original: Original, probs: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
+        from vllm.v1.sample.ops.topk_topp_sampler import random_sample  # draws the same, on one stream
+
+        return random_sample(probs, generators)
