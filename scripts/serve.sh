@@ -119,12 +119,12 @@ fi
 tell_exposure "$host" "$@"
 
 # what the user says about these is left alone; nobody reads a file that --config names
-configured='' replicas='' drafts=''
+configured='' groups='' drafts=''
 for word in "$@"; do
     case $word in
-    --config | --config=*) configured=1 replicas=perhaps ;;
+    --config | --config=*) configured=1 groups=perhaps ;;
     --additional*) configured=1 ;;
-    --data[-_]p* | -dp*) replicas=yes ;;
+    --data[-_]p* | -dp* | --enable[-_]ex* | -ep | --pipeline* | -pp*) groups=yes ;;
     --speculative* | -sc*) drafts=yes ;;
     esac
 done
@@ -194,11 +194,11 @@ npu)
     esac
     ;;
 esac
-# collectives on the vector cores: fewer streams, and a hang when one rank replays a graph beside another that does not
+# collectives on the vector cores: fewer streams, and a hang where several groups of ranks communicate side by side
 if [ -z "${HCCL_OP_EXPANSION_MODE+set}" ]; then
-    [ "$cards" = 1 ] || [ -n "$replicas" ] || set -- HCCL_OP_EXPANSION_MODE=AIV "$@"
-elif [ "$HCCL_OP_EXPANSION_MODE,$replicas" = AIV,yes ]; then
-    say "HCCL_OP_EXPANSION_MODE=AIV can hang with data parallelism: unset it, or use --mode eager (docs/tuning.md)."
+    [ "$cards" = 1 ] || [ -n "$groups" ] || set -- HCCL_OP_EXPANSION_MODE=AIV "$@"
+elif [ "$HCCL_OP_EXPANSION_MODE,$groups" = AIV,yes ]; then
+    say "HCCL_OP_EXPANSION_MODE=AIV can hang with data, expert or pipeline parallelism: unset it (docs/tuning.md)."
 fi
 [ -z "$offline" ] || [ -n "${HF_HUB_OFFLINE:-}" ] || set -- HF_HUB_OFFLINE=1 "$@"
 [ -n "${VLLM_NO_USAGE_STATS:-}" ] || set -- VLLM_NO_USAGE_STATS=1 "$@"

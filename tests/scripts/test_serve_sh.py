@@ -149,6 +149,9 @@ def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path
         ("--on emulated --cards 2", None, "AIV", False),
         ("--cards 2 -- --data-parallel-size 2", None, None, False),
         ("--cards 2 -- -dp=2", None, None, False),
+        ("--cards 2 -- --enable-expert-parallel", None, None, False),
+        ("--cards 4 -- -pp 2", None, None, False),
+        ("--cards 2 -- -ep", "AIV", None, True),
         ("--cards 2 -- --config a.yaml", None, None, False),
         ("--cards 2", "", None, False),
         ("--cards 2", "HOST", None, False),
@@ -157,7 +160,7 @@ def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path
         ("--cards 2 -- --config a.yaml", "AIV", None, False),
     ],
 )
-def test_collectives_run_on_vector_cores_without_data_parallelism(
+def test_vector_cores_do_not_run_collectives_of_several_groups(
     options: str, set_by_user: str | None, expected: str | None, told: bool
 ) -> None:
     variables = {} if set_by_user is None else {AIV: set_by_user}

@@ -100,6 +100,11 @@ def dispatch(config: VllmConfig, device: torch.device) -> None:
         why = f"on an A3 {ranks} ranks send each other up to {rows} rows each, which takes {needed} MB"
         remedy = f"set HCCL_BUFFSIZE={needed} on all ranks, or lower --max-num-seqs"
         raise InputError(Refusal("HCCL_BUFFSIZE", given, why, remedy))
+    if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+        logger.warning(
+            "HCCL_OP_EXPANSION_MODE=AIV beside --enable-expert-parallel made an A3 hang for five minutes and end with "
+            "107020 (vllm-ascend issues 13688, 14928, on CANN 9.0.0): unset it if the next step hangs."
+        )
 
 
 def _rank(config: VllmConfig, device: torch.device) -> Rank:

@@ -103,6 +103,18 @@ def test_two_rows_are_added_only_where_heads_are_merged_over_tiles(rows, lengths
     assert torch.allclose(got.float(), step.want(window), atol=0.05)
 
 
+def dispatching(tensor: int, data: int, experts: bool, seqs: int) -> SimpleNamespace:
+    hf = SimpleNamespace(hidden_size=2880, num_local_experts=128, num_experts_per_tok=4)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tensor, data_parallel_size=data, enable_expert_parallel=experts
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     ("card", "parallel", "seqs", "buffer", "refused"),
     [
@@ -119,19 +131,18 @@ def test_an_a3s_dispatch_needs_two_dies_and_its_buffer(card, parallel, seqs, buf
     """Of gpt-oss-120b, as CANN's tiling counts."""
     monkeypatch.setattr(start_check, "name_of", lambda device: card)
     monkeypatch.setenv("HCCL_BUFFSIZE", buffer)
-    tensor, data, experts = parallel
-    hf = SimpleNamespace(hidden_size=2880, num_local_experts=128, num_experts_per_tok=4)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=hf),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
-        scheduler_config=SimpleNamespace(max_num_seqs=seqs),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=tensor, data_parallel_size=data, enable_expert_parallel=experts
-        ),
-    )
+    config = dispatching(*parallel, seqs)
     if not refused:
         start_check.dispatch(config, None)
         return
     with pytest.raises(InputError) as caught:
         start_check.dispatch(config, None)
     assert caught.value.field == refused
+
+
+@pytest.mark.parametrize(("card", "told"), [("Ascend910_9391", True), ("Ascend910B3", False)])
+def test_a_possible_hang_of_dispatch_beside_aiv_is_told_before_it(card, told, monkeypatch, caplog):
+    monkeypatch.setattr(start_check, "name_of", lambda device: card)
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
+    start_check.dispatch(dispatching(8, 1, True, 16), None)
+    assert ("HCCL_OP_EXPANSION_MODE=AIV" in caplog.text) is told
