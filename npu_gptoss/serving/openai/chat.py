@@ -28,7 +28,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     plain = None if body is None else request
     name = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
     try:
-        started, answer = await _begin(self, body or request.model_dump(exclude_unset=True), name, raw_request, plain)
+        started, answer = await _begin(self, body or intake.fields_of(request), name, raw_request, plain)
     except of_the_request() as error:
         return refusal(error)
     if answer.request.stream:
@@ -57,7 +57,7 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
         return await original(self, request, raw_request)
     if (unknown := await unknown_model(self, request)) is not None:
         return unknown
-    body = request.model_dump(exclude_unset=True) | {"stream": False}
+    body = intake.fields_of(request) | {"stream": False}
     base = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
     try:
         begun = [

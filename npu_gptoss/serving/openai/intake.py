@@ -252,6 +252,11 @@ class Written:
         return json.dumps(self._body, ensure_ascii=False)
 
 
+def fields_of(request: Any) -> Json:
+    """Returns what a client wrote, from vLLM's request: its class renames fields and keeps lists as iterators."""
+    return request.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
 def written(request: Any, raw_request: Any) -> Any:
     """Returns the client's body in place of vLLM's parsed request."""
     body = body_of(raw_request)

@@ -62,7 +62,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return unknown
     body = intake.body_of(raw_request)
     if body is None:
-        body = request.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        body = intake.fields_of(request)
     previous = body.get("previous_response_id")
     if previous is not None and previous not in self.response_store:
         return not_found(self, previous, "previous_response_id")

@@ -20,6 +20,7 @@ from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.openai import chat, intake, responses
 from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.tokenizer_file import checkpoint_directory
 from tests.harmony.conftest import directory, encoder, library  # noqa: F401
 
@@ -78,6 +79,16 @@ def test_missing_response_does_not_say_how_responses_are_stored(serving: Any) ->
         assert "VLLM_ENABLE_RESPONSES_API_STORE=1" in answer.error.message
     refused = ask(serving, responses, background=True)
     assert (refused.error.code, refused.model_dump()["error"]["param"]) == (400, "background")
+
+
+def test_schema_or_earlier_call_of_a_batch_file_is_lost() -> None:
+    """`vllm run-batch` has no HTTP body, only vLLM's request."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    }
+    assert intake.fields_of(names.ChatCompletionRequest.model_validate(body)) == body
 
 
 def test_request_of_another_model_or_with_tools_of_the_server_is_taken(serving: Any) -> None:

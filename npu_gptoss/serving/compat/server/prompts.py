@@ -78,11 +78,12 @@ def install_renderer(module: ModuleType) -> None:
 
         from npu_gptoss.frontend import chat
         from npu_gptoss.serving.openai.engine import encoder_of
+        from npu_gptoss.serving.openai.intake import fields_of
         from npu_gptoss.serving.openai.release import release
 
         if (request.kv_transfer_params or {}).get("prompt_token_ids"):  # from a prefill server: used unchanged
             return original(self, request, should_include_tools)
-        body = request.model_dump(exclude_unset=True)
+        body = fields_of(request)
         body |= {} if should_include_tools else {"tools": None, "tool_choice": None}
         asked = chat.read(body, release().defaults(self)).asked
         prompt = asked.prompt(encoder_of(self), self.model_config.max_model_len)
