@@ -115,6 +115,7 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
         (ValueError("No x.\nOriginal error:\nTraceback (most recent call last):\n  File 'a'\nE: b"), "No x. Correct"),
         (OSError(98, "Address already in use"), "choose another --port"),
         (OSError("We couldn't connect to 'https://huggingface.co'"), "hf download"),
+        (RuntimeError("Failed to infer device type, please set X"), "let it name npu_gptoss_cpu"),
         (RuntimeError("core proc(s): {'EngineCore_DP0': -9}"), "less memory"),
         (
             ValueError("No such thing.\n\n  Please raise an issue. It is odd"),
