@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Replaces this process by the command; returns only if the program is not found."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise EmulationError("there is nothing to run. For example: ascend-emulate -- python -c 'import torch_npu'")
+        raise EmulationError("there is nothing to run. Put a command behind --, such as: -- vllm serve MODEL")
     card = CARDS.get(args.card, DEFAULT)
     memory = args.memory or (card.memory / GIB if args.card else 4.0)
     stack = named(args.stack) if args.stack else None

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(**{field.name: options[field.name] for field in fields(SamplingParams)})
     entries = _entries(args)
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
-    if any(entry.form == "prompt" for entry in entries):
+    if any(entry.form == "prompt" for entry in entries) and Path(args.model).is_dir():  # else the engine says so
         TextCodec(args.model).expect()  # before minutes of loading
     with _standard_output_kept_clean() as output, device_and_ranks(args.device, args.share_experts) as (device, ranks):
         speaks = is_rank_0()  # the others compute the same

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.errors import InputError, short
+from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import current_platform
 from npu_gptoss.kernels.dumping import CLASS, FIELDS, FORMAT, changed, tensors
 from npu_gptoss.kernels.profiling import observing
@@ -52,8 +52,8 @@ def read(path: Path) -> Dumped:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         name, release, kept = (content[key] for key in ("kernel", "npu_gptoss", "arguments"))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError) as error:
-        raise InputError(f"--replay {path}: this is no dumped kernel call: {short(str(error))}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError):
+        raise InputError(f"--replay {path}: expected a kernel call that NPU_GPTOSS_DUMP wrote, got another") from None
     if content.get("format") != FORMAT:
         raise InputError(f"--replay {path}: expected the format {FORMAT!r}, got {content.get('format')!r}")
     operation = next((each for each in CHECKS if name.startswith(f"{each}.")), "")

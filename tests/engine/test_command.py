@@ -320,6 +320,7 @@ def test_nothing_but_the_answer_reaches_standard_output(directory: Path) -> None
         (("--prompt-ids", "1", "--dtype", "float16"), "float16 cannot hold"),
         (("--prompt-ids", "1", "--temperature", "nan"), "temperature must be a finite number"),
         (("--prompt-ids", "1", "--model", "/nowhere"), "/nowhere: "),
+        (("--prompt", "alpha", "--model", "/nowhere"), "/nowhere: expected a gpt-oss checkpoint"),
     ],
 )
 def test_wrong_input_is_a_sentence_and_exit_code_2(capsys, directory, options, message) -> None:

@@ -201,7 +201,7 @@ def test_file_without_a_call_is_refused_in_a_sentence(tmp_path: Path, capsys: An
     for content in (b"no", b""):
         file.write_bytes(content)
         assert main(["verify", "--device", "cpu", "--replay", str(file)]) == 2
-        assert "this is no dumped kernel call" in capsys.readouterr().err
+        assert "expected a kernel call that NPU_GPTOSS_DUMP wrote" in capsys.readouterr().err
     good = {"format": dumping.FORMAT, "npu_gptoss": "1", "kernel": "moe.route.small_ops", "arguments": {}}
     bad = {"dataclass": "subprocess:Popen", "fields": {}}
     changes = ({"format": "other"}, {"kernel": "toy.add.x"}, {"arguments": {"logits": bad}})

@@ -44,7 +44,9 @@ _COUNTS = "Give --max-model-len, --max-num-seqs and --max-num-batched-tokens as 
 _SIZES = "Give at least 1 to --tensor-parallel-size, --decode-context-parallel-size and --data-parallel-size"
 _OBJECT = "Give an object in braces to each option that takes JSON, such as --speculative-config"
 _YAML = "Give --config one YAML file with lines of the form `option: value`"
-_PLUGINS = "Unset VLLM_PLUGINS, or let it name npu_gptoss_cpu too (on an NPU ascend); `npu-gptoss doctor` says what lacks"
+_PLUGINS = (
+    "Unset VLLM_PLUGINS, or let it name npu_gptoss_cpu too (on an NPU ascend); `npu-gptoss doctor` says what lacks"
+)
 _GGUF = "Take the model's safetensors, in MXFP4 or BF16"
 REMEDIES = (
     (r"No module named '?([\w-]+\.[\w.-]+)", r"Leave out the option that names \1, or name a module that is installed"),
