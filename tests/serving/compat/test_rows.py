@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -139,3 +141,19 @@ def test_a_next_steps_noise_does_not_overwrite_that_of_this_one(patched, repaire
     assert tokens[0] == tokens[1] != tokens[2]
     assert len(drawn.streams) == 6, "all rows, and the seeded one again"
     assert {stream == torch.npu.current_stream() for stream in drawn.streams} == {repaired}
+
+
+@pytest.mark.skipif(LINE != "0.23", reason="the repair is for vllm-ascend 0.23")
+@pytest.mark.parametrize("repaired", [False, True])
+def test_kernels_that_judge_drafts_have_memory_before_the_first_end(patched, repaired):
+    """`rejection_greedy_sample_triton` and three more read `cu_num_draft_tokens[-1]`: error 507035, now and then."""
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    runner = object.__new__(NPUModelRunner)
+    runner.arange_np, runner._arange_scratch = np.arange(64), np.zeros(64, np.int64)
+    runner.pcp_size, runner.device = 1, torch.device("npu")
+    runner.input_ids = SimpleNamespace(gpu=torch.arange(99, device="npu"))
+    with patched(*["ascend-draft-ends"] * repaired):
+        ends = runner._calc_spec_decode_metadata(np.array([2, 0, 3]), np.array([3, 4, 8]), None).cu_num_draft_tokens
+    assert (ends.tolist(), ends.dtype) == ([2, 2, 5], torch.int32)
+    assert (ends.storage_offset() > 0, ends.data_ptr() % 32) == (repaired, 0)

@@ -146,3 +146,25 @@ def install_sampling_noise(module: ModuleType) -> None:
         from vllm.v1.sample.ops.topk_topp_sampler import random_sample  # draws the same, on one stream
 
         return random_sample(probs, generators)
+
+
+@repair(
+    "ascend-draft-ends",
+    f"{ASCEND_RUNNER}:NPUModelRunner._calc_spec_decode_metadata",
+    releases="0.23",
+    upstream="vllm-ascend PRs 14902 and 16222",
+    until="0.33",
+)
+def install_draft_ends(module: ModuleType) -> None:
+    """Kernels that judge drafts read the number before the first of `cu_num_draft_tokens`: error 507035 where the card
+    has no memory there."""
+    runner = module.NPUModelRunner
+    expect_source(runner._calc_spec_decode_metadata, "cu_num_draft_tokens=cu_num_draft_tokens")
+
+    @around(runner, "_calc_spec_decode_metadata")
+    def _calc_spec_decode_metadata(original: Original, self: Any, *given: Any, **options: Any) -> Any:
+        from torch.nn.functional import pad
+
+        metadata = original(self, *given, **options)
+        metadata.cu_num_draft_tokens = pad(metadata.cu_num_draft_tokens, (8, 0))[8:]  # 32 bytes, so as aligned
+        return metadata
