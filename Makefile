@@ -59,6 +59,7 @@ help: ## list the targets
 PLACE = $(ANY_PYTHON) scripts/setup/accelerator.py "$$ON"
 
 CHECK_PORT = case "$$PORT" in ''|*[!0-9]*) echo "make $@: PORT=$$PORT is no port; expected a number, for instance PORT=8001" >&2; exit 2;; esac
+CHECK_STACK = case "$$STACK" in 8.3|9.1) ;; *) echo "make $@: STACK=$$STACK is not known; expected 8.3 or 9.1" >&2; exit 2;; esac
 
 .PHONY: serve
 serve: ## set up and serve on the NVIDIA GPU, or the CPU: the tiny gpt-oss, or MODEL=path (also ON=cpu, PORT=, HOST=, ARGS="vllm flags")
@@ -76,6 +77,7 @@ fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm
 .PHONY: serve-emulated
 serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also STACK=9.1, EMULATE="--trace FILE")
 	@$(CHECK_PORT)
+	@$(CHECK_STACK)
 	@$(SETUP) $(EMULATED_LOCK)
 	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate --stack "$$STACK" $$EMULATE -- python scripts/serve_here.py \
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"

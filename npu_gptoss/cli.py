@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
-        sys.stdout.flush()
+        if sys.stdout:  # None where it is closed (`>&-`)
+            sys.stdout.flush()
     except RuntimeError as error:
         if "backend extension" not in str(error):  # of torch, which loads torch_npu at import
             raise
@@ -48,9 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except BrokenPipeError:  # `npu-gptoss kernels list | head`: the interpreter flushes once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        if error.errno == errno.EPIPE:  # `npu-gptoss kernels list | head`
+            return 0
+        print("npu-gptoss: nothing more can be written: the disk is full. Make room.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("npu-gptoss: stopped", file=sys.stderr)
         return 128 + signal.SIGINT

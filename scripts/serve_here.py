@@ -56,7 +56,9 @@ LAST_WORD = re.compile(r"(?:npu-gptoss: (?=the engine died)|(?:^|\) )vllm serve:
 
 
 class ServeError(InputError):
-    """The server does not start; the sentence says why."""
+    """The server does not start; the sentence says why, in front of the end of its log."""
+
+    layout = "\n"
 
 
 def tiny_checkpoint(directory: Path = TINY) -> Path:

@@ -47,6 +47,15 @@ def test_a_closed_pipe_gives_no_traceback():
     assert command.wait() == 0
 
 
+@pytest.mark.parametrize(("output", "code", "told"), [("/dev/full", 2, "the disk is full"), ("&-", 0, "")])
+def test_output_that_nobody_takes_gives_a_traceback(output: str, code: int, told: str) -> None:
+    command = [sys.executable, "-m", "npu_gptoss.cli"]
+    done = subprocess.run(["sh", "-c", f'"$@" >{output}', "sh", *command], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == bool(told)
+
+
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     def run(arguments):
         raise KeyboardInterrupt

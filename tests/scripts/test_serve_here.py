@@ -167,7 +167,7 @@ def test_our_kernels_are_reported_in_one_line_on_any_ranks(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("code", "timeout", "words"),
     [
-        ("print('first'); raise SystemExit('no memory')", 20, r"exit code 1 before(.|\n)*no memory"),
+        ("print('first'); raise SystemExit('no memory')", 20, r"exit code 1 before(.|\n)*\n    no memory"),
         (SLEEPS, 1, "not ready after 1 s"),
     ],
 )

@@ -228,8 +228,15 @@ def test_a_python_for_the_rest_leaves_an_emulated_910b_its_own(monkeypatch: pyte
     assert asked == ["", "python3.12", "python3.12"]
 
 
-def test_a_port_that_is_no_number_is_a_sentence() -> None:
-    done = make("serve", "ON=cpu", "PORT=abc")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("serve", "ON=cpu", "PORT=abc"), "PORT=abc is no port"),
+        (("serve-emulated", "STACK=7"), "make serve-emulated: STACK=7 is not known"),  # before 3 GB are set up
+    ],
+)
+def test_a_port_or_stack_that_is_none_is_a_sentence(words: tuple[str, ...], told: str) -> None:
+    done = make(*words)
     assert done.returncode == 2
-    assert "PORT=abc is no port" in done.stderr
+    assert told in done.stderr
     assert done.stdout == ""
