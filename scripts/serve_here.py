@@ -21,6 +21,7 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -46,8 +47,9 @@ EMULATED = os.environ.get("ASCEND_EMULATOR") == "1"
 TARGET = "serve-emulated" if EMULATED else "serve"
 # a graph is captured for each batch size: few sizes, a quick start
 EMULATED_FLAGS = ("--max-num-seqs", "16")
-# the server is on this machine, where no proxy of the user's has to be asked for it
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# the server is on this machine: no proxy of the user's is asked for it, and its certificate has another name
+_UNCHECKED = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _UNCHECKED)
 PATIENCE = 12  # seconds that the server gets to stop when the requests in flight are done or ended
 
 
@@ -137,9 +139,10 @@ def check_port(host: str, given: str) -> int:
     return port
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, secure: bool = False) -> str:
     """Where this machine reaches a server that listens on `host`."""
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host}:{port}"
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http{'s' * secure}://{host}:{port}"
 
 
 def serving_environment(
@@ -192,6 +195,15 @@ def words(flags: str) -> list[str]:
         raise ServeError(f"ARGS={flags} cannot be read as flags: {str(error).lower()}.") from None
 
 
+def given(flags: Sequence[str], name: str, otherwise: str) -> str:
+    """The first value of the last flag of this name in `vllm serve`'s flags, which wins over what make was given."""
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
+        word, has_value, value = flag.partition("=")
+        if word.replace("_", "-") == name:
+            otherwise = value if has_value else following
+    return otherwise
+
+
 def masked(command: Sequence[str]) -> list[str]:
     """The command as it may be shown: `***` in the place of every key and token."""
     shown, secret = [], False
@@ -209,8 +221,7 @@ def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
     """
     told = []
     in_container = "container" in os.environ or Path("/.dockerenv").exists()
-    for flag, value in zip(flags, [*flags[1:], ""][: len(flags)], strict=True):
-        host = value if flag == "--host" else flag.removeprefix("--host=") if flag.startswith("--host=") else host
+    host = given(flags, "--host", host)
     if masked(flags) != list(flags):
         told.append("everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead.")
     if not (host.startswith("127.") or host in ("localhost", "::1") or key or told):
@@ -346,9 +357,9 @@ def example_request(url: str, name: str, question: str, keyed: bool = False) -> 
     """keyed: the server asks for a key; the request takes it from the environment, so that it is shown nowhere."""
     key = """ -H "Authorization: Bearer $VLLM_API_KEY\"""" if keyed else ""
     body = {"model": name, "temperature": 0, "messages": [{"role": "user", "content": question}]}
-    return (
-        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
-    )
+    curl = "curl -sk" if url.startswith("https") else "curl -s"
+    json_ = f"-H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    return f"{curl} {url}/v1/chat/completions {json_}"
 
 
 def invitation(seconds: float, url: str, name: str, keyed: bool) -> str:
@@ -376,18 +387,22 @@ def _interrupt(signum: int, frame: object) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    port = check_port(options.host, options.port)
+    flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
+    if given(flags, "--uds", ""):
+        raise ServeError("--uds: make waits for the server at a port. Leave it out, or start `vllm serve` yourself.")
+    host = given(flags, "--host", options.host)
+    port = check_port(host, given(flags, "--port", options.port))
     envs.get("NPU_GPTOSS_DRAIN_SECONDS")
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
     name = served_name(model) if options.model else TINY_NAME
     environment = serving_environment(model, ensure_vocabulary(model), on=options.on)
-    flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
-    command = serve_command(model, name, options.host, port, flags, options.on)
+    command = serve_command(model, name, host, port, flags, options.on)
+    name = given(flags, "--served-model-name", name)
     log = Path(options.log) if options.log else log_of(port)
-    url = local_url(options.host, port)
+    url = local_url(host, port, secure=bool(given(flags, "--ssl-certfile", "")))
     key = environment.get("VLLM_API_KEY", "")
     keyed = bool(key) or any(re.match("--api[-_]k", flag) for flag in flags)
-    for sentence in exposure(options.host, flags, key):
+    for sentence in exposure(host, flags, key):
         print(f"make {TARGET}: {sentence}", file=sys.stderr, flush=True)
 
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,34 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(
 def test_in_a_container_the_hint_is_not_to_leave_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("container", "docker")
     assert "publish the port on 127.0.0.1" in serve_here.exposure("0.0.0.0", [], "")[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "url", "name"),
+    [
+        ("--port {} --served-model-name me you", "http://127.0.0.1:{}", "me"),
+        ("--port=1 --port={} --host ::1", "http://[::1]:{}", "gpt-oss-tiny"),
+        ("--port {} --ssl-certfile c --ssl_keyfile k", "https://127.0.0.1:{}", "gpt-oss-tiny"),
+    ],
+)
+def test_make_waits_elsewhere_than_its_flags_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: str, url: str, name: str
+) -> None:
+    port, asked, log = free_port(), [], tmp_path / "log"
+    log.touch()
+    monkeypatch.setattr(serve_here, "tiny_checkpoint", lambda: Path("tiny"))
+    monkeypatch.setattr(serve_here, "ensure_vocabulary", lambda model: Path("vocabulary"))
+    monkeypatch.setattr(serve_here, "start", lambda *_: subprocess.Popen(["true"]))
+    monkeypatch.setattr(serve_here, "wait_until_ready", lambda _, url, *__, **___: asked.append(url) or 1.0)
+    assert serve_here.main([f"--flags={flags.format(port)}", f"--log={log}"]) == 2  # as it ended
+    assert asked == [url.format(port)]
+    assert f"{url.format(port)}/v1/chat/completions" in (said := capsys.readouterr().out)
+    assert f'"model": "{name}"' in said
+
+
+def test_make_waits_for_ever_for_a_server_on_a_socket(capsys: Any) -> None:
+    assert serve_here.main(["--flags", "--uds /tmp/x"]) == 2
+    assert "--uds" in capsys.readouterr().err
 
 
 def test_a_ctrl_c_before_the_server_starts_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
