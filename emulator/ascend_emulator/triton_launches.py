@@ -90,10 +90,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> No
     constants, given, types = launches.parted(kernel, arguments)
     operation = _operation(kernel, tuple(types.items()), tuple(constants.items()))
     values = tuple(given.values())
-    device = next((tensor.device for tensor in leaves(list(values)) if tensor.is_npu), None)
+    tensors = list(leaves(list(values)))
+    device = next((tensor.device for tensor in tensors if tensor.is_npu), None)
     if device is None:
         raise EmulatorError(f"{kernel.__name__}: none of its tensors is on the device")
-    graphs.launch(operation, (grid, *values), {}, device)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    owned = tuple((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
+    graphs.launch(operation, (grid, owned, *values), {}, device)
 
 
 @functools.cache
@@ -109,10 +112,12 @@ def _operation(kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple
         raise tools.CompilerError(f"{program}: the compiler refuses it for an {lowering.target()}: {plan.refusal}")
     built = host.HostKernel(program, traced=trace.ENABLED)
 
-    def run(grid: tuple[int, ...], *values: Any) -> None:
+    def run(grid: tuple[int, ...], owned: tuple[tuple[int, int], ...], *values: Any) -> None:
         if context.current().execute:
             built.on_addresses(grid, values)
+            if trace.ENABLED:
+                built.stay_inside(owned)
 
     if trace.ENABLED:
         run.traffic = lambda *_: trace.Traffic(*built.touched())
-    return Operation(f"triton::{program.name}", run, ours=True, writes=frozenset(1 + i for i in program.written))
+    return Operation(f"triton::{program.name}", run, ours=True, writes=frozenset(2 + i for i in program.written))

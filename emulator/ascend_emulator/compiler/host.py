@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,22 @@ class HostKernel:
         ask.restype = ctypes.c_int64
         return ask(0), ask(1)
 
+    def stay_inside(self, owned: Iterable[tuple[int, int]]) -> None:
+        """Raises OutOfBounds if the kernel touched a byte outside these [begin, end) since the last call of `touched`.
+        A card refuses an address that is nobody's (error 507035), also of a number that is not used. Needs `traced`."""
+        joined: list[int] = []
+        for begin, end in sorted(owned):
+            if joined and begin <= joined[-1]:
+                joined[-1] = max(end, joined[-1])
+            else:
+                joined += begin, end
+        ask = self.library.kernel_strayed
+        ask.restype = ctypes.c_int64
+        if stray := ask((ctypes.c_int64 * len(joined))(*joined), ctypes.c_int64(len(joined) // 2)):
+            self.touched()  # the next call starts anew
+            edge = min(joined, key=lambda at: abs(at - stray))
+            raise OutOfBounds(f"{self.program}: it touched byte {stray - edge:+} from an edge of its tensors' memory")
+
     def _run(self, sizes: Sequence[int], values: Sequence[Any]) -> None:
         counts = [ctypes.c_int32(size) for size in sizes]
         for x in range(sizes[0]):
@@ -101,7 +117,7 @@ class HostKernel:
 
 
 class OutOfBounds(RuntimeError):
-    """A kernel wrote outside a tensor that it was given."""
+    """A kernel wrote or read outside a tensor that it was given."""
 
 
 class Guarded:

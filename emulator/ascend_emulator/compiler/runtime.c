@@ -116,3 +116,15 @@ int64_t kernel_told(int which) {
   kept->count = 0;
   return bytes;
 }
+
+/* The address of a touched byte outside `count` ranges [begin, end), of which none touch each other, or 0. */
+int64_t kernel_strayed(const int64_t *ranges, int64_t count) {
+  for (int which = 0; which < 2; which++)
+    for (piece *one = told[which].items; one < told[which].items + told[which].count; one++) {
+      int64_t at = one->begin;
+      for (int64_t i = 0; i < 2 * count; i += 2)
+        if (ranges[i] <= at && at < ranges[i + 1]) at = ranges[i + 1];
+      if (at < one->end) return at;
+    }
+  return 0;
+}

@@ -145,8 +145,8 @@ def test_a_next_steps_noise_does_not_overwrite_that_of_this_one(patched, repaire
 
 @pytest.mark.skipif(LINE != "0.23", reason="the repair is for vllm-ascend 0.23")
 @pytest.mark.parametrize("repaired", [False, True])
-def test_kernels_that_judge_drafts_have_memory_before_the_first_end(patched, repaired):
-    """`rejection_greedy_sample_triton` and three more read `cu_num_draft_tokens[-1]`: error 507035, now and then."""
+def test_kernels_that_judge_drafts_have_memory_around_the_ends(patched, repaired):
+    """Four read `cu_num_draft_tokens[-1]`: error 507035, now and then (`stock_triton_cases.py`)."""
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
     runner = object.__new__(NPUModelRunner)
@@ -155,5 +155,6 @@ def test_kernels_that_judge_drafts_have_memory_before_the_first_end(patched, rep
     runner.input_ids = SimpleNamespace(gpu=torch.arange(99, device="npu"))
     with patched(*["ascend-draft-ends"] * repaired):
         ends = runner._calc_spec_decode_metadata(np.array([2, 0, 3]), np.array([3, 4, 8]), None).cu_num_draft_tokens
-    assert (ends.tolist(), ends.dtype) == ([2, 2, 5], torch.int32)
-    assert (ends.storage_offset() > 0, ends.data_ptr() % 32) == (repaired, 0)
+    assert (ends.tolist(), ends.dtype, ends.data_ptr() % 32) == ([2, 2, 5], torch.int32, 0)
+    behind = ends.untyped_storage().nbytes() // 4 - ends.storage_offset() - 3
+    assert (ends.storage_offset(), behind) == ((8, 3 + 96) if repaired else (0, 0))

@@ -152,12 +152,12 @@ def install_sampling_noise(module: ModuleType) -> None:
     "ascend-draft-ends",
     f"{ASCEND_RUNNER}:NPUModelRunner._calc_spec_decode_metadata",
     releases="0.23",
-    upstream="vllm-ascend PRs 14902 and 16222",
+    upstream="vllm-ascend PR 16222",
     until="0.33",
 )
 def install_draft_ends(module: ModuleType) -> None:
-    """Kernels that judge drafts read the number before the first of `cu_num_draft_tokens`: error 507035 where the card
-    has no memory there."""
+    """Kernels that judge drafts read `cu_num_draft_tokens` before its first number and behind its last (their compiler
+    makes a load of the whole tile of one with two masks): error 507035 where the card has no memory there."""
     runner = module.NPUModelRunner
     expect_source(runner._calc_spec_decode_metadata, "cu_num_draft_tokens=cu_num_draft_tokens")
 
@@ -166,5 +166,7 @@ def install_draft_ends(module: ModuleType) -> None:
         from torch.nn.functional import pad
 
         metadata = original(self, *given, **options)
-        metadata.cu_num_draft_tokens = pad(metadata.cu_num_draft_tokens, (8, 0))[8:]  # 32 bytes, so as aligned
+        ends = metadata.cu_num_draft_tokens
+        # 32 bytes before, so that it is as aligned; tiles are fewer than twice the requests, and some for each core
+        metadata.cu_num_draft_tokens = pad(ends, (8, len(ends) + 96))[8 : 8 + len(ends)]
         return metadata
