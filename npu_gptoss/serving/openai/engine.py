@@ -190,7 +190,7 @@ async def _hold(serving: Any, params: Any, asked: Asked, raw_request: Any) -> di
 
 async def _hold_to(serving: Any, params: Any, asked: Asked) -> dict[str, Any]:
     fields, param = asked.structure.fields, asked.structure.param or "tools"
-    if fields:
+    if fields and not (release().frames and asked.structure.calls):
         await structures.check(serving.engine_client, fields, param)
     keywords = release().hold(serving, params, asked, fields)
     if keywords:  # vLLM frames the structure, which makes another one

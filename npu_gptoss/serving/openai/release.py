@@ -12,6 +12,7 @@ from typing import Any
 
 from npu_gptoss.frontend import messages
 from npu_gptoss.frontend.request import Asked, Defaults
+from npu_gptoss.serving.openai import tags
 from npu_gptoss.serving.releases import here
 from npu_gptoss.serving.releases import vllm as names
 
@@ -20,6 +21,7 @@ class Release:
     """vLLM 0.11.0, and the signatures of the others."""
 
     client_errors: tuple[type[Exception], ...] = ()  # besides Python's
+    frames = False  # vLLM puts harmony's framing around a structure, and forces calls itself
 
     def max_model_len(self, serving: Any) -> int:
         return serving.max_model_len
@@ -132,6 +134,8 @@ class Release_0_33(Release_0_23):
     """Its grammars begin with the turn, not with the answer: vLLM's own code puts harmony's framing around a structure,
     and requests forced calls in the model's own format."""
 
+    frames = True
+
     @property
     def client_errors(self) -> tuple[type[Exception], ...]:
         from vllm.exceptions import VLLMClientError
@@ -171,8 +175,13 @@ class Release_0_33(Release_0_23):
         renderer = serving.online_renderer
         parser = _framing()(renderer.renderer.get_tokenizer(), framed.tools, model_config=renderer.model_config)
         parser.adjust_request(framed)
-        params.structured_outputs = framed.extract_structured_outputs()
-        return {"reasoning_ended": True} if params.structured_outputs is not None else {}
+        params.structured_outputs = held = framed.extract_structured_outputs()
+        if held is None:
+            return {}
+        if held.structural_tag is not None and "structural_tag" not in fields:
+            config = serving.engine_client.vllm_config.structured_outputs_config
+            tags.improve(held, config, names.has_xgrammar_unsupported_json_features)
+        return {"reasoning_ended": True}
 
     def scheduling(self, serving: Any, request: Any, raw_request: Any) -> dict[str, Any]:
         return super().scheduling(serving, request, raw_request) | {

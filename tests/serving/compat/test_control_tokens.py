@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
@@ -147,6 +148,21 @@ def test_white_space_between_the_tokens_of_json_ends(patched, backend, tokenizer
     walk.behind('"city":"')
     walk.run(" ", 2 * MOST)
     assert walk.spaces()[0], "a string may hold any number"
+
+
+def test_white_space_of_llguidance_ends_too(patched, tokenizer):
+    structures = types.SimpleNamespace(disable_any_whitespace=False, disable_additional_properties=False)
+    config = types.SimpleNamespace(structured_outputs_config=structures)
+    with patched("white-space"):
+        backend = GuidanceBackend(config, tokenizer=tokenizer, vocab_size=201_088)
+        walk = Spaced(backend, tokenizer, "JSON", json.dumps(SCHEMA))
+    walk.behind("{")
+    walk.run("\n", MOST)
+    walk.grammar.rollback(1)
+    walk.run("\n", 0)
+    assert walk.spaces() == [True, True]
+    walk.run("\n", 1)
+    assert walk.spaces() == [False, False]
 
 
 def test_white_space_of_refused_drafts_does_not_count(patched, tokenizer, backend, monkeypatch):

@@ -92,10 +92,12 @@ def is_told(structure: dict[str, Any] | None, kind: str, value: Any) -> bool:
 
 
 def _parsed(structure: dict[str, Any]) -> Any:
-    return {
-        name: json.loads(value) if name in ("structural_tag", "json") and isinstance(value, str) else value
-        for name, value in structure.items()
-    }
+    def parsed(name: str, value: Any) -> Any:
+        if name == "grammar" and value.startswith("%llguidance"):
+            return [json.loads(line.split("%json ")[1]) for line in value.splitlines() if "%json" in line]
+        return json.loads(value) if name in ("structural_tag", "json") and isinstance(value, str) else value
+
+    return {name: parsed(name, value) for name, value in structure.items()}
 
 
 # fields that have no effect, and the path that the refusal names

@@ -42,6 +42,19 @@ def test_structure_reaches_the_engine(server: Server, name: str) -> None:
         assert told["reasoning_ended"] == (api == "completions")
 
 
+PARTS = {"allOf": [{"type": "object", "properties": {n: {"type": "string"}}, "required": [n]} for n in ("a", "b")]}
+
+
+@pytest.mark.parametrize(("schema", "backend"), [(PARTS, "guidance"), (PARTS["allOf"][0], "xgrammar")])
+def test_structure_goes_to_a_backend_that_holds_it(server: Server, schema: dict[str, Any], backend: str) -> None:
+    """xgrammar lets any JSON through for two parts, and says nothing."""
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    for api in ("chat", "completions"):
+        told = server.told(fields, api)["structured_outputs"]
+        assert told["_backend"] == backend
+        assert is_told(told, "json", schema), told
+
+
 @pytest.mark.parametrize("fields", COMPLETIONS)
 def test_structure_of_a_completion_that_cannot_be_is_refused(server: Server, fields: dict[str, Any]) -> None:
     answer = server.post("/v1/completions", {"model": NAME, "prompt": "x", "max_tokens": 5, **fields})

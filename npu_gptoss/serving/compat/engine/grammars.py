@@ -159,7 +159,7 @@ def new_backend(name: str, vllm_config: Any, tokenizer: Any) -> Any:
     module = importlib.import_module(f"vllm.v1.structured_output.backend_{name.replace('-', '_')}")
     size = vllm_config.model_config.get_vocab_size()
     made = getattr(module, BACKENDS[name])(vllm_config, tokenizer=tokenizer, vocab_size=size)
-    if name == "xgrammar":
+    if name in ("xgrammar", "guidance"):
         tokens_of(tokenizer, size)  # now and not in the first request; a forked child shares it
     return made
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.serving.admission.left_out import LARK
 from npu_gptoss.serving.compat.patch import Original, around, repair
 from npu_gptoss.serving.compat.targets import ALL
 
@@ -146,15 +147,18 @@ class BoundedSpace(Masked):
         self.written: list[int] = []
 
     def accept_tokens(self, request_id: str, new: list[int]) -> bool:
-        known = self.grammar.num_processed_tokens  # fewer than written after a rollback
         accepted = self.grammar.accept_tokens(request_id, new)
-        self.written[known:] = new[: self.grammar.num_processed_tokens - known]
+        if accepted:
+            self.written += new
         return accepted
+
+    def rollback(self, count: int) -> None:
+        self.grammar.rollback(count)
+        del self.written[len(self.written) - count :]
 
     def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
         self.grammar.fill_bitmask(bitmask, index)
-        end = self.grammar.num_processed_tokens
-        last = self.written[max(0, end - MOST) : end]
+        last = self.written[-MOST:]
         if len(last) == MOST and self.tokens.spaces.issuperset(last):
             self.tokens.forbid_space(bitmask[index])
 
@@ -182,14 +186,27 @@ def install_control(module: ModuleType) -> None:
         return WithoutControl(grammar, tokens, literals=filtered or tags, spelled=spelled)
 
 
-@repair("white-space", COMPILES, releases=ALL, upstream="none", until="vLLM bounds the white space of JSON")
+@repair(
+    "white-space",
+    COMPILES,
+    "vllm.v1.structured_output.backend_guidance:GuidanceBackend.compile_grammar",
+    releases=ALL,
+    upstream="none",
+    until="vLLM bounds the white space of JSON",
+)
 def install_space(module: ModuleType) -> None:
     """A constrained answer may be white space until max_tokens."""
+    from vllm.v1.structured_output import backend_guidance
+
     module.StructuredOutputGrammar.register(Masked)
 
-    @around(module.XgrammarBackend, "compile_grammar")
-    def compile_grammar(original: Original, self: Any, request_type: Any, *arguments: Any, **keywords: Any) -> Any:
-        grammar = original(self, request_type, *arguments, **keywords)
-        return (
-            BoundedSpace(grammar, tokens_of(self.tokenizer, self.vocab_size)) if request_type.name in JSON else grammar
-        )
+    def compile_grammar(
+        original: Original, self: Any, request_type: Any, grammar_spec: str, *more: Any, **named: Any
+    ) -> Any:
+        grammar = original(self, request_type, grammar_spec, *more, **named)
+        if request_type.name not in JSON and not grammar_spec.startswith(LARK):
+            return grammar
+        return BoundedSpace(grammar, tokens_of(self.tokenizer, self.vocab_size))
+
+    for owner in (module.XgrammarBackend, backend_guidance.GuidanceBackend):
+        around(owner, "compile_grammar")(compile_grammar)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss import envs
 from npu_gptoss.frontend.structure import KINDS, OPTIONS
 from npu_gptoss.serving.admission.bounded import Bounded
+from npu_gptoss.serving.admission.left_out import LARK, left_out
 from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat.engine.grammars import new_backend
@@ -84,9 +85,14 @@ class StructureCompiler:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
         params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
-        validate_structure(params, self.vllm_config, self.tokenizer)
         wanted = params.structured_outputs
-        if wanted._backend == "outlines" and wanted._backend_was_auto:  # for patterns of names, which guidance takes
+        if (wanted.grammar or "").startswith(LARK) and "guidance" in self.backends:
+            # vLLM asks xgrammar first, and knows no control tokens
+            wanted._backend, wanted._backend_was_auto = "guidance", len(self.backends) > 1
+        else:
+            validate_structure(params, self.vllm_config, self.tokenizer)
+        # vLLM takes outlines for patterns of names, which guidance holds too
+        if wanted._backend_was_auto and (wanted._backend == "outlines" or left_out(_schema(wanted.json))):
             wanted._backend = "guidance"
         name = wanted._backend
         backend = self.backends.get(name) or new_backend(name, self.vllm_config, self.tokenizer)
@@ -95,6 +101,10 @@ class StructureCompiler:
             raise ValueError(matcher.get_error())
         grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)  # the first step too
         return {"backend": name, "automatic": wanted._backend_was_auto, "fields": structure_of(wanted)}
+
+
+def _schema(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
 
 
 def checked(client: Any) -> Structures:
