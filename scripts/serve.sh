@@ -126,6 +126,8 @@ for word in "$@"; do
     --additional*) configured=1 ;;
     --data[-_]p* | -dp* | --enable[-_]ex* | -ep | --pipeline* | -pp*) groups=yes ;;
     --speculative* | -sc*) drafts=yes ;;
+    --port | --port=* | --host | --host=* | --served[-_]model*) fail "$word stands behind --: write --port, --host and \
+--name before it, so that this script waits for the server there." ;;
     esac
 done
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -226,7 +228,10 @@ def test_health_check_fails_without_a_server(monkeypatch: pytest.MonkeyPatch, ca
     assert "http://127.0.0.1:1/health" in capsys.readouterr().out
 
 
-def test_health_check_ignores_the_users_proxy() -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str) -> None:
+    """Behind the user's proxy, or with `--ssl-certfile`."""
+
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -235,13 +240,24 @@ def test_health_check_ignores_the_users_proxy() -> None:
         def log_message(self, *arguments: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        if scheme == "https":
+            if not (openssl := shutil.which("openssl")):
+                pytest.skip("openssl is not installed")
+            files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "certificate")]
+            make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=elsewhere"]
+            subprocess.run([*make, *files], check=True, capture_output=True)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
-        environment |= {"PORT": str(server.server_port), "http_proxy": "http://127.0.0.1:1"}
+        environment |= {"PORT": str(server.server_port)}
+        environment |= {"http_proxy": "http://127.0.0.1:1", "https_proxy": "http://127.0.0.1:1"}
         check = [sys.executable, str(ROOT / "docker/healthcheck.py")]
         said = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=20)
         server.shutdown()
-    assert (said.returncode, said.stdout) == (0, f"http://127.0.0.1:{server.server_port}/health: healthy\n"), said
+    assert said.returncode == 0, said
+    assert said.stdout.endswith(f"{scheme}://127.0.0.1:{server.server_port}/health: healthy\n"), said
 
 
 def test_cpu_image_sets_only_variables_of_make_serve() -> None:

@@ -220,6 +220,7 @@ def test_vllm_ascend_gets_the_version_of_its_vllm(
         ("HUB --on cpu --mode full", "--mode full"),
         ("HUB --on cpu --cards 2", "--cards"),
         ("HUB --port 70000", "65535"),
+        *((f"HUB -- {word} x", f"{word} stands behind --") for word in ("--port", "--host=::", "--served-model-name")),
         (f"HUB --port {'9' * 20}", "--port wants a whole number"),
         ("HUB --max-len 16k", "--max-len wants a whole number above 0, got '16k'"),
         ("HUB --capture-sizes 16,,1", "'16,,1'"),

@@ -16,6 +16,8 @@ from npu_gptoss.serving.openai import tags
 from npu_gptoss.serving.releases import here
 from npu_gptoss.serving.releases import vllm as names
 
+A_CHAT: Mapping[str, Any] = {"model": "", "messages": [{"role": "user", "content": ""}]}
+
 
 class Release:
     """vLLM 0.11.0, and the signatures of the others."""
@@ -162,7 +164,7 @@ class Release_0_33(Release_0_23):
     def hold(self, serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Constrains the turn to a structure and to the tools."""
         tools, choice = asked.tools, asked.tools.choice
-        chat: dict[str, Any] = {"model": "", "messages": [{"role": "user", "content": ""}]}
+        chat: dict[str, Any] = dict(A_CHAT)
         if fields and not asked.structure.calls:
             chat["structured_outputs"] = dict(fields)
         if tools.functions and (asked.structure.calls or choice.mode == "auto"):
@@ -171,16 +173,16 @@ class Release_0_33(Release_0_23):
             chat |= {"tools": functions, "tool_choice": named, "parallel_tool_calls": tools.parallel}
         if len(chat) == 2:
             return {}
-        framed = names.ChatCompletionRequest.model_validate(chat)
         renderer = serving.online_renderer
-        parser = _framing()(renderer.renderer.get_tokenizer(), framed.tools, model_config=renderer.model_config)
-        parser.adjust_request(framed)
-        params.structured_outputs = held = framed.extract_structured_outputs()
+        held = framed(chat, renderer.renderer.get_tokenizer(), renderer.model_config)
+        params.structured_outputs = held
         if held is None:
             return {}
         if held.structural_tag is not None and "structural_tag" not in fields:
+            from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
             config = serving.engine_client.vllm_config.structured_outputs_config
-            tags.improve(held, config, names.has_xgrammar_unsupported_json_features)
+            tags.improve(held, config, has_xgrammar_unsupported_json_features)
         return {"reasoning_ended": True}
 
     def scheduling(self, serving: Any, request: Any, raw_request: Any) -> dict[str, Any]:
@@ -217,6 +219,14 @@ class Release_0_33(Release_0_23):
 def _strict(tool: dict[str, Any]) -> dict[str, Any]:
     """Makes a function's arguments follow its schema, as in forced calls on the other releases."""
     return tool | {"function": tool["function"] | {"strict": True}}
+
+
+def framed(chat: Mapping[str, Any], tokenizer: Any, model_config: Any) -> Any:
+    """Returns vLLM 0.33's structure of a turn, StructuredOutputsParams or None, for a chat request's structure and
+    tools."""
+    request = names.ChatCompletionRequest.model_validate(chat)
+    _framing()(tokenizer, request.tools, model_config=model_config).adjust_request(request)
+    return request.extract_structured_outputs()
 
 
 @functools.cache

@@ -57,7 +57,6 @@ MODULES: dict[str, str] = {
         "AttentionBackend AttentionCGSupport AttentionMetadataBuilder CommonAttentionMetadata MultipleOf"
     ),
     "vllm.v1.core.sched.output": "NewRequestData",
-    "vllm.v1.structured_output.backend_xgrammar": "has_xgrammar_unsupported_json_features",
     "vllm.v1.kv_cache_interface": ("AttentionSpec FullAttentionSpec KVCacheLayout SlidingWindowSpec get_kv_quant_mode"),
     "vllm.v1.metrics.loggers": "StatLoggerBase",
     "vllm.v1.worker": "lora_model_runner_mixin",
