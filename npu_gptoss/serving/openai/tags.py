@@ -49,12 +49,28 @@ def _contents(node: Any) -> Iterator[dict[str, Any]]:
             yield from _contents([node[name] for name in ("format", "elements", "content", "tags") if name in node])
 
 
+def _closed(schema: Any) -> Any:
+    """Returns the schema with no properties but those that it names, as xgrammar reads it."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for name in schema.keys() & {"properties", "$defs", "definitions"}:
+        if isinstance(schema[name], dict):
+            made[name] = {key: _closed(one) for key, one in schema[name].items()}
+    for name in schema.keys() & {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"}:
+        made[name] = _closed(schema[name])
+    return {"additionalProperties": False, **made} if "properties" in made else made
+
+
 def as_lark(tag: Any, flexible: bool = True) -> str | None:
     """Returns the tag for llguidance; None if it has a part in another language. flexible: JSON may have spaces."""
     rules: dict[str, str] = {}
 
     def json_rule(node: Any) -> str:
         schema = node["json_schema"]
+        schema = schema if left_out(schema) else _closed(schema)
         options = {} if flexible else {"x-guidance": {"whitespace_flexible": False}}
         text = json.dumps(schema | options if isinstance(schema, dict) else schema)
         return rules.setdefault(text, f"j{len(rules)}")

@@ -37,7 +37,7 @@ TURNS = [
     *(
         f"{before}{CALL} json<|message|>{{{rest}"
         for before in ("", THOUGHT)
-        for rest in ('"city": "Oslo"}', '"city": 1}')
+        for rest in ('"city": "Oslo"}', '"city": "Oslo", "town": "x"}')
     ),
     f'{CALL} <|constrain|>json<|message|>{{"city": "Oslo"}}',
     ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Oslo"}',
@@ -109,6 +109,9 @@ def test_what_xgrammar_does_not_hold_goes_to_llguidance(tokenizer: Any) -> None:
     ):
         assert held(tokenizer, "auto", **fields).grammar.startswith("%llguidance")
         assert held(tokenizer, "xgrammar", **fields).structural_tag
+    odd = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    lark = held(tokenizer, "auto", structured_outputs={"json": odd, "disable_any_whitespace": True}).grammar
+    assert '"properties": {"properties": {"type": "string"}}' in lark
     assert held(tokenizer, "auto", response_format=FORMAT).structural_tag
     assert held(tokenizer, "guidance", response_format=FORMAT).grammar
 
