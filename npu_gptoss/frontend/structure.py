@@ -7,7 +7,7 @@ text of the answer; for an engine whose grammar begins with the turn, `serving/o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,9 +143,18 @@ def _moved(value: Any, root: str) -> Any:
     return moved
 
 
-# Keywords of JSON schemas that every grammar knows, by what they hold
-_SCHEMAS, _NAMED = ("items", "additionalProperties", "anyOf", "oneOf", "allOf"), ("properties", "$defs", "definitions")
+# Keywords of JSON schemas by what they hold; _SIMPLE ones are known to every grammar
+_SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+_NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _DATA = ("type", "required", "enum", "const", "$ref")
+_SIMPLE = {*_SCHEMAS, *_NAMED} - {"prefixItems", "patternProperties"}
+
+
+def parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the keywords of a schema that hold schemas, or lists of them, each changed."""
+    named = {name: schema[name] for name in _NAMED if isinstance(schema.get(name), Mapping)}
+    made = {name: {key: change(one) for key, one in value.items()} for name, value in named.items()}
+    return made | {name: change(schema[name]) for name in _SCHEMAS if name in schema}
 
 
 def shape(schema: Any) -> Any:
@@ -154,7 +163,5 @@ def shape(schema: Any) -> Any:
         return [shape(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    named = {name: schema[name] for name in _NAMED if isinstance(schema.get(name), Mapping)}
-    made = {name: {key: shape(one) for key, one in value.items()} for name, value in named.items()}
-    made |= {name: shape(schema[name]) for name in _SCHEMAS if name in schema}
+    made = parts({name: value for name, value in schema.items() if name in _SIMPLE}, shape)
     return made | {name: schema[name] for name in _DATA if name in schema}

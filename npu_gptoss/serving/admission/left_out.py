@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from npu_gptoss.frontend.structure import parts
+
 LARK = "%llguidance {}\n"  # begins a grammar that only llguidance reads
-_SCHEMAS, _MAPS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"), ("properties", "$defs")
 # keywords that it does not read
 _UNREAD = ("not", "if", "dependentRequired", "dependentSchemas", "contains", "uniqueItems")
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf")  # of which it reads the first, and nothing beside it
@@ -25,10 +26,9 @@ def left_out(schema: Any) -> str | None:
         return None
     if (found := _of_this(schema)) is not None:
         return found
-    parts = [schema.get(name) for name in _SCHEMAS]
-    for name in (*_MAPS, "definitions", "patternProperties"):
-        parts += schema[name].values() if isinstance(schema.get(name), Mapping) else ()
-    return left_out(parts)
+    inner: list[str | None] = []
+    parts(schema, lambda one: inner.append(left_out(one)))
+    return next(filter(None, inner), None)
 
 
 def _of_this(schema: Mapping[str, Any]) -> str | None:
@@ -49,12 +49,9 @@ def _of_this(schema: Mapping[str, Any]) -> str | None:
     if "object" not in kinds or ways:
         return None
     properties, required = schema.get("properties"), schema.get("required")
-    if isinstance(required, list) and not {*filter(_is_text, required)} <= {*(properties or ())}:
+    named = properties if isinstance(properties, Mapping) else {}
+    if isinstance(required, list) and any(isinstance(one, str) and one not in named for one in required):
         return "required"
     if not properties and not {"additionalProperties", "patternProperties"} & schema.keys():
         return next((name for name in ("minProperties", "maxProperties") if name in schema), None)
     return None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)

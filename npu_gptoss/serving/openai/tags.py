@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from npu_gptoss.frontend.structure import parts
 from npu_gptoss.serving.admission.left_out import LARK, left_out
 
 LARGE = 1 << 16  # characters of a tag: xgrammar needs some 0.5 s
@@ -55,25 +56,23 @@ def _closed(schema: Any) -> Any:
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
-    for name in schema.keys() & {"properties", "$defs", "definitions"}:
-        if isinstance(schema[name], dict):
-            made[name] = {key: _closed(one) for key, one in schema[name].items()}
-    for name in schema.keys() & {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"}:
-        made[name] = _closed(schema[name])
+    made = schema | parts(schema, _closed)
     return {"additionalProperties": False, **made} if "properties" in made else made
 
 
 def as_lark(tag: Any, flexible: bool = True) -> str | None:
     """Returns the tag for llguidance; None if it has a part in another language. flexible: JSON may have spaces."""
-    rules: dict[str, str] = {}
+    rules: dict[str, str] = {}  # of a schema's text, which is in a tag twelve times
 
     def json_rule(node: Any) -> str:
-        schema = node["json_schema"]
-        schema = schema if left_out(schema) else _closed(schema)
-        options = {} if flexible else {"x-guidance": {"whitespace_flexible": False}}
-        text = json.dumps(schema | options if isinstance(schema, dict) else schema)
-        return rules.setdefault(text, f"j{len(rules)}")
+        return rules.setdefault(json.dumps(node["json_schema"]), f"j{len(rules)}")
+
+    def content(text: str) -> str:
+        schema = json.loads(text)
+        if isinstance(schema, dict):
+            schema = schema if left_out(schema) else _closed(schema)
+            schema |= {} if flexible else {"x-guidance": {"whitespace_flexible": False}}
+        return json.dumps(schema)
 
     def ending(ends: Any, begin: str) -> str:
         ends = [ends] if isinstance(ends, str) else ends
@@ -102,7 +101,7 @@ def as_lark(tag: Any, flexible: bool = True) -> str | None:
         start = made(tag["format"])
     except KeyError:
         return None
-    lines = [f"start: {start}", "TEXT: /(.|\\n)+/", *(f"{name}: %json {text}" for text, name in rules.items())]
+    lines = [f"start: {start}", "TEXT: /(.|\\n)+/", *(f"{name}: %json {content(text)}" for text, name in rules.items())]
     return LARK + "\n".join(lines) + "\n"
 
 

@@ -114,6 +114,11 @@ def test_what_xgrammar_holds_stays_with_it(schema: Any) -> None:
     assert all(document in valid(schema) for document in held)
 
 
+def test_a_schema_that_is_none_raises_something() -> None:
+    for odd in (5, {"type": "object", "properties": 5, "required": ["a", {}]}, {"items": 1, "anyOf": 2, "required": 3}):
+        left_out(odd)
+
+
 def test_xgrammar_still_leaves_them_out() -> None:
     """If it does not, `left_out` may forget about it."""
     for name, schema in LEFT_OUT.items():
