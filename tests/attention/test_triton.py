@@ -11,7 +11,7 @@ import torch
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.tiles import trial
 from tests.attention.cases import HEAD_DIM, SCALE, Shape, as_decode, check, interleaved, make_step
-from tests.attention.triton_run import MISTAKES, check_notices, check_written, run_triton
+from tests.attention.triton_run import MISTAKES, check_fp8, check_notices, check_written, run_triton
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
 
@@ -48,11 +48,7 @@ def test_kernel_equals_definition(name, sliding_window, dtype):
 
 @pytest.mark.parametrize("name", ["decode", "mixed, one without rows"])
 def test_a_cache_in_fp8_is_read_as_its_numbers_in_bfloat16(name):
-    step = make_step(STEPS[name], torch.bfloat16)
-    narrow = [cache.to(torch.float8_e4m3fn) for cache in (step.key_cache, step.value_cache)]
-    wide = [cache.to(torch.bfloat16) for cache in narrow]
-    got, want = (run_triton(dataclasses.replace(step, key_cache=k, value_cache=v), 128) for k, v in (narrow, wide))
-    assert torch.equal(got, want)
+    check_fp8(make_step(STEPS[name], torch.bfloat16), 128)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 17])

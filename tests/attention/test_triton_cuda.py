@@ -11,7 +11,7 @@ from npu_gptoss.attention import AttentionMetadata, paged_attention
 from npu_gptoss.kernels import current_platform
 from tests.attention import triton_run
 from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, interleaved, make_step
-from tests.attention.triton_run import MISTAKES, check_notices, run_triton
+from tests.attention.triton_run import MISTAKES, check_fp8, check_notices, run_triton
 from tests.tolerances import assert_close
 from tests.triton import ON_HOPPER
 
@@ -48,6 +48,13 @@ def test_first_keys_loaded_before_the_newest_is_there_change_nothing(sliding_win
     want = run_triton(step, sliding_window)
     monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
     assert torch.equal(run_triton(step, sliding_window), want)
+
+
+@WINDOWS
+def test_a_cache_in_fp8_gives_the_bits_of_its_numbers_in_bfloat16(sliding_window):
+    check_fp8(on_gpu([(1, keys) for keys in EDGES]), sliding_window)
+    check_fp8(on_gpu([(1, 9000)]), sliding_window)
+    check_fp8(on_gpu([(700, 1500), (1, 900), (333, 333)]), sliding_window)
 
 
 def rows_apart(step: Step, sliding_window: int | None, kernel: str | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from npu_gptoss.attention import write_kv_cache
 from npu_gptoss.kernels import Platform, platform_override
-from tests.attention.cases import Step, check
+from tests.attention.cases import Step, check, in_one_tensor
 
 PLATFORM = Platform("cuda", frozenset({"triton"}))  # whose architecture is not known: no Gluon
 
@@ -28,6 +29,20 @@ def run_triton(step: Step, sliding_window: int | None, **changes: object) -> tor
 def check_windows(step: Step, windows: Iterable[int | None]) -> None:
     for sliding_window in windows:
         check(run_triton, step, sliding_window, rounded_weights=True)
+
+
+def check_fp8(step: Step, sliding_window: int | None) -> None:
+    """A cache in FP8, keys and values in one tensor, gives the bits of the same numbers in bfloat16.
+
+    The numbers of every second head are the smallest that there are.
+    """
+    sizes = torch.tensor([1.0, 2.0**-9], device=step.query.device).repeat(step.key_cache.shape[2] // 2)[:, None]
+    narrow = [(cache * sizes).to(torch.float8_e4m3fn) for cache in (step.key_cache, step.value_cache)]
+    got, want = (
+        run_triton(dataclasses.replace(step, key_cache=keys, value_cache=values), sliding_window)
+        for keys, values in (in_one_tensor(*narrow), (cache.to(torch.bfloat16) for cache in narrow))
+    )
+    assert torch.equal(got, want)
 
 
 def check_written(step: Step) -> None:

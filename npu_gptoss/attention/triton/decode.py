@@ -7,6 +7,9 @@ other has seen. A row whose keys fit one share is finished by its only program. 
 Of a row's keys only the newest is written in this step. Where the lengths are the device's own (SETTLED), a program
 loads its first keys while the kernel before still runs, and then reads the results of that kernel: query and newest
 key.
+
+An FP8 cache is read as words of four values (PACKED). Triton's own conversion takes three instructions a value, at a
+quarter of the pace, and reads the values' bytes one by one: 1.5 times as long at 32 x 8192 keys on an H200.
 """
 
 from __future__ import annotations
@@ -61,17 +64,61 @@ def places(table, position, inside, head, dim, KV_HEADS: tl.constexpr, STRIDE: t
     return ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * STRIDE + dim[None, :]
 
 
+# E4M3's bits, a byte each, as bfloat16: the exponent's bias is 127, not 7, so the value is 2^-120 as large.
+OPEN_FP8 = tl.constexpr("""
+{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $4, 0, 0x1404;
+prmt.b32 b, $4, 0, 0x3424;
+shr.b32 c, a, 4;
+shr.b32 d, b, 4;
+and.b32 a, a, 0x80008000;
+and.b32 b, b, 0x80008000;
+lop3.b32 a, c, 0x07F007F0, a, 0xEA;
+lop3.b32 b, d, 0x07F007F0, b, 0xEA;
+mov.b32 {$0, $1}, a;
+mov.b32 {$2, $3}, b;
+}
+""")
+
+
 @triton.jit
-def taken(q, key, value, inside, scale, result, largest, weight, WIDE: tl.constexpr):
-    """The running sums with these keys in them, which may be of a narrower dtype than `q`."""
-    scores = tl.where(inside[None, :], product(q, key.to(q.dtype).T, WIDE), float("-inf"))
-    return softmax_step(scores, scale, value.to(q.dtype), result, largest, weight, q.dtype, WIDE)
+def _byte(words, NUMBER: tl.constexpr):
+    bits = words >> (8 * NUMBER)
+    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def opened(words, PACKED: tl.constexpr, WIDE: tl.constexpr):
+    """Keys or values as they are; where PACKED, [keys, DIM] of [keys, DIM // 4] int32: 2^-120 as large as they are."""
+    if PACKED:
+        if WIDE:
+            a, b, c, d = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                OPEN_FP8,
+                "=h,=h,=h,=h,r",
+                [words],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=1,
+            )
+        words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
+    return words
+
+
+@triton.jit
+def taken(q, key, value, inside, scale, result, largest, weight, PACKED: tl.constexpr, WIDE: tl.constexpr):
+    """The running sums with these keys in them. PACKED: the values' is 2^-56 as large; no product falls below fp32."""
+    scores = tl.where(inside[None, :], product(q, opened(key, PACKED, WIDE).T, WIDE), float("-inf"))
+    value = opened(value, PACKED, WIDE)
+    return softmax_step(scores, scale, value, result, largest, weight, q.dtype, WIDE, 2.0**64 if PACKED else 1.0)
 
 
 @triton.jit(do_not_specialize=["limit", "table_stride"])
 def decode_kernel(
     query,  # [rows, heads, DIM], strides query_row, query_head
-    key_cache,  # [blocks, PAGE, KV_HEADS, DIM], heads STRIDE apart
+    key_cache,  # [blocks, PAGE, KV_HEADS, DIM], heads STRIDE apart; where PACKED, int32 and DIM // 4
     value_cache,
     sinks,  # [heads]
     out,  # [rows, heads, DIM], strides out_row, out_head
@@ -92,7 +139,7 @@ def decode_kernel(
     BEFORE: tl.constexpr,  # keys seen before a row's own; negative: all
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MAPPED: tl.constexpr,
     SETTLED: tl.constexpr,  # lengths, table and all keys but a row's newest are older than the kernel before
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     head = tl.program_id(0)
@@ -101,6 +148,7 @@ def decode_kernel(
     member = tl.arange(0, ROWS)
     real = member < HEADS
     dim = tl.arange(0, DIM)
+    stored = tl.arange(0, DIM // 4 if PACKED else DIM)
     sink = tl.load(sinks + head * HEADS + member, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
     if not SETTLED:
         wait_for_inputs(PDL)
@@ -130,7 +178,7 @@ def decode_kernel(
         table = block_table + request * table_stride
         position = begin + tl.arange(0, BLOCK_N)
         inside = position < end
-        source = places(table, position, inside, head, dim, KV_HEADS, STRIDE, PAGE)
+        source = places(table, position, inside, head, stored, KV_HEADS, STRIDE, PAGE)
         older = inside
         if SETTLED:
             older = position < tl.minimum(end, length - 1)
@@ -146,17 +194,22 @@ def decode_kernel(
             mask=real[:, None],
             other=0.0,
         )
+        if PACKED:  # powers of two cost no bit
+            q = (q.to(tl.float32) * 2.0**64).to(q.dtype)
+            scale *= 2.0**56
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, DIM], tl.float32)
-        result, largest, weight = taken(q, key, value, inside, scale, result, largest, weight, WIDE)
+        result, largest, weight = taken(q, key, value, inside, scale, result, largest, weight, PACKED, WIDE)
         for at in tl.range(begin + BLOCK_N, end, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N)
             inside = position < end
-            source = places(table, position, inside, head, dim, KV_HEADS, STRIDE, PAGE)
+            source = places(table, position, inside, head, stored, KV_HEADS, STRIDE, PAGE)
             key = tl.load(key_cache + source, mask=inside[:, None], other=0.0)
             value = tl.load(value_cache + source, mask=inside[:, None], other=0.0)
-            result, largest, weight = taken(q, key, value, inside, scale, result, largest, weight, WIDE)
+            result, largest, weight = taken(q, key, value, inside, scale, result, largest, weight, PACKED, WIDE)
+        if PACKED:
+            result *= 2.0**56
         if used == 1:
             final = tl.maximum(largest, sink)
             shrink = tl.exp2(largest - final)

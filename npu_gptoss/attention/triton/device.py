@@ -18,12 +18,17 @@ def product(a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, scale, value, total, largest, denominator, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Takes [M, N] unscaled scores (hidden ones -inf; scale > 0) and [N, D] values into the running sums."""
+def softmax_step(
+    scores, scale, value, total, largest, denominator, DTYPE: tl.constexpr, WIDE: tl.constexpr, LIFT: tl.constexpr = 1.0
+):
+    """Takes [M, N] unscaled scores (hidden ones -inf; scale > 0) and [N, D] values into the running sums.
+
+    LIFT: a factor of the values' sum: weights are multiplied by it before they are rounded.
+    """
     new = tl.maximum(largest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new[:, None])
     shrink = tl.exp2(largest - new)
     denominator = denominator * shrink + tl.sum(weights, 1)
     total = total * shrink[:, None]
-    total += product(weights.to(DTYPE), value, WIDE)
+    total += product((weights * LIFT).to(DTYPE), value, WIDE)
     return total, new, denominator

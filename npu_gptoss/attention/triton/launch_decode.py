@@ -96,23 +96,26 @@ def decode(call: Call, rows: Rows) -> None:
         arrived = counters(query.device)
     else:
         sums = extremes = arrived = query  # not touched
+    packed = call.caches[0].dtype.itemsize == 1
+    caches = [cache.view(torch.int32) for cache in call.caches] if packed else call.caches
     mapped = (rows.lengths,) * 2 if rows.rows is None or rows.requests is None else (rows.rows, rows.requests)
     longest = min(rows.longest, call.block_table.shape[1] * page)
     launch(
         decode_kernel,
         (kv_heads, splits, rows.count),
         (
-            *(query, *call.caches, call.sinks, call.out, rows.lengths, call.block_table, *mapped),
+            *(query, *caches, call.sinks, call.out, rows.lengths, call.block_table, *mapped),
             *(sums, extremes, arrived, call.scale, longest, call.block_table.stride(0), *call.strides),
         ),
         warps=config.warps,
         ROWS=max(constants["GROUP"], 16),
-        STRIDE=call.stride,
+        STRIDE=call.stride // 4 if packed else call.stride,
         PAGE=page,
         BLOCK_N=config.keys,
         SPLITS=splits,
         MAPPED=rows.rows is not None,
         SETTLED=rows.settled and rows.count <= SETTLED_ROWS,
+        PACKED=packed,
         WIDE=INTERPRETED or query.dtype == torch.float32,
         num_stages=config.stages,
         **constants,
