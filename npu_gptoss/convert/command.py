@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,12 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    source = open_source(args.input)
+    # behind links, and from the root: OUT may be the folder that this process runs in, which is replaced
+    source, out = open_source(Path(os.path.realpath(args.input))), Path(os.path.realpath(args.output))
     adapters = open_adapters(source, args.lora)
     to = args.to or ("bf16" if adapters or not source.config.quantization else "mxfp4")
-    job = Job(source, args.output.absolute(), to, adapters)
+    job = Job(source, out, to, adapters)
     there = convert(job)
-    size = sum(path.stat().st_size for path in args.output.iterdir() if path.is_file()) / 1e9
+    size = sum(path.stat().st_size for path in out.iterdir() if path.is_file()) / 1e9
     print(f"{args.output}: {to}, {size:.2f} GB" + (f"; {there} shards were there already" if there else ""))
     for note in source.notes:
         print(note)
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not job.changes:
         print("no value changed")
     if not args.no_probe:
-        print(probe(args.input, args.output))
+        print(probe(source.directory, out))
     return 0
 
 
@@ -69,7 +71,8 @@ def open_adapters(source: Source, asked: list[str]) -> list[lora.Adapter]:
     """The adapters of the command line, behind the one that lies unmerged in the checkpoint. Raises InputError."""
     config, specs = source.config, expected_tensors(replace(source.config, quantization=None))
     own = [lora.adapter_of(source.directory, source.lora, 1.0, config, specs)] if source.lora else []
-    adapters = own + [lora.open_adapter(*lora.parse(text), config, specs) for text in asked]
+    given = ((Path(os.path.realpath(directory)), weight) for directory, weight in map(lora.parse, asked))
+    adapters = own + [lora.open_adapter(*each, config, specs) for each in given]
     lora.check_together(adapters)
     return adapters
 

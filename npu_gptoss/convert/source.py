@@ -17,8 +17,8 @@ import torch
 
 from npu_gptoss.convert.places import WHOLE, Place, place, unwrapped
 from npu_gptoss.errors import InputError, short
-from npu_gptoss.files import CheckpointError, is_directory, read_json
-from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig
+from npu_gptoss.files import CheckpointError, read_json
+from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig, config_file
 from npu_gptoss.model.config_fields import ARCHITECTURE, FULL, MODEL_TYPE, MXFP4, SLIDING
 from npu_gptoss.model.foreign import recognise, refuse_foreign
 from npu_gptoss.model.generation import HARMONY_STOP_TOKENS
@@ -126,11 +126,7 @@ def dequantised(tensor: torch.Tensor, scale: torch.Tensor, block: list[int], nam
 
 def open_source(directory: Path) -> Source:
     """Reads headers and config.json. Raises InputError, which names the tool whose files cannot be converted."""
-    if not is_directory(directory):
-        refuse_foreign(directory)
-        raise CheckpointError(
-            f"{directory}: expected a checkpoint's directory, got none. Check the path.", field=str(directory)
-        )
+    config_file(directory)
     values: Mapping[str, Any] = {}
     found: dict[str, StoredTensor] = {}
     try:

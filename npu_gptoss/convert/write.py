@@ -32,7 +32,7 @@ from npu_gptoss.convert.lora import Adapter, merged
 from npu_gptoss.convert.source import KEPT_SCALES, Source
 from npu_gptoss.engine.device import one_thread
 from npu_gptoss.errors import InputError, short
-from npu_gptoss.files import write_atomically
+from npu_gptoss.files import reason, write_atomically
 from npu_gptoss.model.config import CONFIG_NAME, MXFP4
 from npu_gptoss.model.layout import PACKED, expected_tensors, split_layer
 from npu_gptoss.model.safetensors_reader import INDEX_NAME, read_tensor
@@ -115,8 +115,12 @@ class Job:
 
 def convert(job: Job, *, progress: bool = True) -> int:
     """Writes job.out. Returns how many shards an interrupted run had left. Raises InputError."""
-    if job.out.is_file() or (job.out.is_dir() and any(job.out.iterdir())):
-        raise InputError(f"{job.out}: expected a folder that is new or empty. Name another, or delete it.", field="OUT")
+    try:
+        if job.out.exists():
+            job.out.rmdir()  # hours later a mounted folder would give its name to no other
+    except OSError as error:
+        said = f"{job.out}: expected a folder that is new, or empty and not mounted, but {reason(error)}"
+        raise InputError(f"{said}. Name another, such as a new one in it, or delete it.", field="OUT") from None
     with _words(job), _locked(job), one_thread():  # experts are shared out to the cores
         done = _resumed(job)
         shards, before = job.shards, len(done)

@@ -24,6 +24,7 @@ from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
 from npu_gptoss.harmony.conversation import REASONING_EFFORTS
 from npu_gptoss.harmony.parser import Kind
+from npu_gptoss.model.config import config_file
 
 SECONDS_BETWEEN_REPORTS = 2.0
 ENGINE_OPTIONS = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights")  # named so there, too
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(**{field.name: options[field.name] for field in fields(SamplingParams)})
     entries = _entries(args)
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
-    if any(entry.form == "prompt" for entry in entries) and Path(args.model).is_dir():  # else the engine says so
+    config_file(args.model)
+    if any(entry.form == "prompt" for entry in entries):
         TextCodec(args.model).expect()  # before minutes of loading
     with _standard_output_kept_clean() as output, device_and_ranks(args.device, args.share_experts) as (device, ranks):
         speaks = is_rank_0()  # the others compute the same

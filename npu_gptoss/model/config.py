@@ -165,22 +165,7 @@ class GptOssConfig:
     def from_directory(cls, path: str | os.PathLike[str]) -> GptOssConfig:
         """Reads `path`/config.json. Raises ConfigError, which names the file."""
         directory = Path(path)
-        file = directory / CONFIG_NAME
-        if not is_directory(directory, ConfigError):
-            refuse_foreign(directory, error=ConfigError)
-            if directory.exists():
-                _refuse_directory(directory, "this is a file", f"give its folder, {directory.parent}")
-            _refuse_directory(directory, "there is no such directory")
-        if not is_there(file, ConfigError):
-            if is_there(directory / _ADAPTER, ConfigError):
-                merge = f"merge it: `npu-gptoss convert BASE BASE-merged --lora {directory}`"
-                _refuse_directory(directory, f"this is an adapter ({_ADAPTER})", merge)
-            refuse_foreign(directory, error=ConfigError)
-            inner = next((f for way in _INNER for f in sorted(directory.glob(f"{way}/{CONFIG_NAME}"))), None)
-            remedies = [f"give the folder within it, {inner.parent}"] if inner else []
-            if inner and inner.parent.name == _ORIGINAL:  # `hf download --include "original/*"`
-                remedies = [f"download the rest of it, or run `{convert_command(inner.parent)}`"]
-            _refuse_directory(directory, f"the directory has no {CONFIG_NAME}", *remedies)
+        file = config_file(directory)
         values = read_json(file, ConfigError)
         try:
             return cls.from_dict(as_stored(values, directory))
@@ -243,6 +228,27 @@ def published_config(layers: int = 24, *, truncate: bool = False, mxfp4: bool = 
         quantization=MXFP4 if mxfp4 else None,
         **{_SHORT.get(name, name): value for name, value in {"experts": 32, "dtype": "bfloat16", **sizes}.items()},
     )
+
+
+def config_file(directory: Path) -> Path:
+    """The config.json of a checkpoint's directory. Raises ConfigError, with the folder to give where it lies near."""
+    file = directory / CONFIG_NAME
+    if not is_directory(directory, ConfigError):
+        refuse_foreign(directory, error=ConfigError)
+        if directory.exists():
+            _refuse_directory(directory, "this is a file", f"give its folder, {directory.parent}")
+        _refuse_directory(directory, "there is no such directory")
+    if is_there(file, ConfigError):
+        return file
+    if is_there(directory / _ADAPTER, ConfigError):
+        merge = f"merge it: `npu-gptoss convert BASE BASE-merged --lora {directory}`"
+        _refuse_directory(directory, f"this is an adapter ({_ADAPTER})", merge)
+    refuse_foreign(directory, error=ConfigError)
+    inner = next((f for way in _INNER for f in sorted(directory.glob(f"{way}/{CONFIG_NAME}"))), None)
+    remedies = [f"give the folder within it, {inner.parent}"] if inner else []
+    if inner and inner.parent.name == _ORIGINAL:  # `hf download --include "original/*"`
+        remedies = [f"download the rest of it, or run `{convert_command(inner.parent)}`"]
+    _refuse_directory(directory, f"the directory has no {CONFIG_NAME}", *remedies)
 
 
 def as_stored(values: Any, directory: Path) -> Any:

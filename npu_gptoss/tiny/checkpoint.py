@@ -184,7 +184,7 @@ def write_tiny(
 
 
 def _write_whole(directory: Path, config: GptOssConfig, tensors: Any, dtype: str, wanted: dict[str, Any]) -> None:
-    target = directory.absolute()
+    target = Path(os.path.realpath(directory))  # behind links, which would be replaced
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -197,8 +197,8 @@ def _write_whole(directory: Path, config: GptOssConfig, tensors: Any, dtype: str
         (temporary / MARKER).write_text(json.dumps({**wanted, "files": sizes}, indent=1) + "\n")
         temporary.chmod(0o755)
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            os.replace(target, old / target.name)  # noqa: PTH105  # of directories
+            old = temporary.with_name(f"{temporary.name}.old")
+            os.replace(target, old)  # noqa: PTH105  # of directories
             os.replace(temporary, target)  # noqa: PTH105
             shutil.rmtree(old)
         else:

@@ -356,6 +356,45 @@ def test_folder_with_other_files_is_not_written_into(tmp_path: Path) -> None:
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize("out", ["link", "dead link", "."])
+def test_out_behind_a_link_is_not_refused_after_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    """Nor where it is the folder that the command runs in, which is another one afterwards."""
+    config, tensors = small()
+    write(tmp_path / "in", tensors, config)
+    there = tmp_path / "there"
+    there.mkdir()
+    (tmp_path / "link").symlink_to(there)
+    (tmp_path / "dead link").symlink_to(tmp_path / "new")
+    monkeypatch.chdir(there if out == "." else tmp_path)
+    assert main(["convert", "../in" if out == "." else "in", out, "--to", "mxfp4"]) == 0
+    assert "probe: not done" not in capsys.readouterr().out
+    check_directory(tmp_path / "new" if out == "dead link" else there, text=False)
+
+
+def test_a_mounted_folder_is_not_refused_after_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = small()
+    source, out = write(tmp_path / "in", tensors, config), tmp_path / "out"
+    out.mkdir()
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    with refused("OUT"):
+        convert(Job(open_source(source), out, "bf16"), progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_folder_around_a_checkpoint_is_not_said_to_lack_weights(tmp_path: Path) -> None:
+    config, tensors = small()
+    inner = write(tmp_path / "snapshots/abc", tensors, config)
+    for given, named in ((tmp_path, inner), (inner / "model.safetensors", inner), (tmp_path / "none", "no such")):
+        with pytest.raises(InputError, match=str(named)):
+            open_source(given)
+
+
 def test_command_says_what_changed_and_the_engine_runs_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

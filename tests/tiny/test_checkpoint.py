@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,7 +125,9 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, quick, capsys):
 
 
 def test_other_options_need_force_and_force_replaces(tmp_path, quick):
+    """Behind a link, which stays one."""
     directory = tmp_path / "model"
+    directory.symlink_to(tmp_path / "elsewhere")
     config = tiny_config(**SMALL)
     assert write_tiny(directory, config=config)
     assert not write_tiny(directory, config=config)
@@ -133,7 +136,8 @@ def test_other_options_need_force_and_force_replaces(tmp_path, quick):
     first = read(directory)["lm_head.weight"]
     assert write_tiny(directory, config=config, seed=1, force=True)
     assert not torch.equal(read(directory)["lm_head.weight"], first)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert directory.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model"]
 
 
 def test_truncated_checkpoint_is_not_taken_for_whole(tmp_path, quick):
@@ -158,10 +162,12 @@ def test_interrupted_write_leaves_nothing(tmp_path, quick, monkeypatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tiny, "write_checkpoint", stop)
-    with pytest.raises(KeyboardInterrupt):
-        write_tiny(tmp_path / "model", config=tiny_config(**SMALL))
-    assert list(tmp_path.iterdir()) == []
+    for module, name in ((tiny, "write_checkpoint"), (os, "replace")):  # a mounted folder refuses the second
+        monkeypatch.setattr(module, name, stop)
+        (tmp_path / "model").mkdir(exist_ok=True)
+        with pytest.raises(KeyboardInterrupt):
+            write_tiny(tmp_path / "model", config=tiny_config(**SMALL))
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize(
