@@ -6,6 +6,7 @@ BOTH = "0.11 0.23"  # releases
 NEWER = "0.23 0.33"
 ALL = "0.11 0.23 0.33"
 
+SERVE = "vllm.entrypoints.cli.serve"
 LAUNCHER = "vllm.entrypoints.launchers.launcher"  # of 0.33, as the next
 APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 API_SERVER = "vllm.entrypoints.openai.api_server"

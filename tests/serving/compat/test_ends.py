@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import unittest.mock
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +26,14 @@ pytest.importorskip("vllm")
 import uvicorn
 from fastapi import HTTPException
 from fastapi.testclient import TestClient
+from vllm.entrypoints.cli import serve
 from vllm.v1 import utils
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics import loggers
 
 from npu_gptoss.serving.compat.server import shutdown
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
+from npu_gptoss.serving.compat.start import ends
 from tests.serving.compat import of_release
 from tests.serving.compat.of_release import LINE, OLD
 from tests.serving.in_flight import is_running
@@ -224,6 +229,58 @@ def test_signal_leaves_several_servers_time_to_finish(patched: Any, handlers: No
             assert manager.sock.fileno() == -1, "the port is open, but no server answers"
         finally:
             server.kill()
+
+
+@pytest.fixture(params=[True, False])
+def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """What the last line has to say, with or without a reason from the process that failed."""
+    monkeypatch.setenv(ends.FILE, str(tmp_path / "tracebacks"))
+    return "no kernel" if request.param and ends._written(RuntimeError("no kernel")) else "ended"
+
+
+def test_a_node_whose_engine_failed_has_a_status_and_a_reason(patched, monkeypatch, handlers, told):
+    config = types.SimpleNamespace(parallel_config=unittest.mock.MagicMock(node_rank_within_dp=0), shutdown_timeout=0)
+    config.parallel_config.data_parallel_size_local = 1
+    options = unittest.mock.MagicMock(data_parallel_hybrid_lb=False)
+    options.create_engine_config.return_value = config
+    monkeypatch.setattr("vllm.AsyncEngineArgs.from_cli_args", lambda _: options)
+    monkeypatch.setattr(serve, "CoreEngineProcManager", unittest.mock.MagicMock())
+    monkeypatch.setattr(serve, "Executor", unittest.mock.MagicMock())
+    args = unittest.mock.MagicMock(api_server_count=0, reasoning_parser_plugin=None)
+    with patched("node-end"), pytest.raises(SystemExit, match=f"vllm serve: .*{told}"):
+        serve.run_headless(args)
+
+
+@not_0_11
+@pytest.mark.parametrize("signalled", [True, False])
+def test_servers_of_a_supervisor_that_fail_have_a_status(patched, monkeypatch, handlers, told, signalled):
+    module = sys.modules[serve.run_dp_supervisor.__module__]
+    args = argparse.Namespace(port=1, data_parallel_size_local=2, data_parallel_supervisor_port=3, shutdown_timeout=0)
+    args.dp_supervisor_probe_timeout_s = args.dp_supervisor_probe_interval_s = 0.1
+    args.dp_supervisor_probe_failure_threshold, args.host = 1, "127.0.0.1"
+    monkeypatch.setattr(module, "validate_multi_port_external_lb_args", lambda _: None)
+    monkeypatch.setattr(module, "decorate_logs", lambda _: None)
+
+    async def run() -> None:
+        supervisor = module.DPSupervisor(args)
+        fails = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+
+        def start() -> None:
+            fails.start()
+            fails.join()
+            supervisor._processes.append(fails)
+            if signalled:
+                supervisor._handle_signal(signal.SIGTERM)
+
+        supervisor._start_children = start
+        await supervisor.run()
+
+    with patched("node-end"):
+        if signalled:
+            asyncio.run(run())
+        else:
+            with pytest.raises(SystemExit, match=f"vllm serve: .*{told}"):
+                asyncio.run(run())
 
 
 def test_second_signal_ends_all_servers_and_engines_at_once(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import multiprocessing
 import os
 import signal
@@ -24,7 +25,8 @@ from npu_gptoss import envs
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.server.heartbeat import how_ended
-from npu_gptoss.serving.compat.targets import APP_ENTRY, BOTH, LAUNCHER, NEWER, SERVERS
+from npu_gptoss.serving.compat.start import ends
+from npu_gptoss.serving.compat.targets import APP_ENTRY, BOTH, LAUNCHER, NEWER, SERVE, SERVERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -161,6 +163,41 @@ def install_servers(managers: ModuleType) -> None:
             signal.signal(number, _at_once)
         self.sock.close()  # else the kernel accepts connections that no server answers
         original(self, max(timeout or 0, envs.get("NPU_GPTOSS_DRAIN_SECONDS") + LAST_WORDS + GRACE))
+
+
+_SUPERVISORS = {"0.23": "vllm.entrypoints.openai.dp_supervisor", "0.33": "vllm.entrypoints.launchers.dp_supervisor"}
+_OF_SUPERVISOR = ":DPSupervisor.run ._handle_signal"
+NODE_ENDS = "vLLM ends a node whose engine failed with another status than 0"
+
+
+@repair("node-end", f"{SERVE}:run_headless", releases="0.11", until=NODE_ENDS)
+@repair("node-end", f"{SERVE}:run_headless", _SUPERVISORS["0.23"] + _OF_SUPERVISOR, releases="0.23", until=NODE_ENDS)
+@repair("node-end", f"{SERVE}:run_headless", _SUPERVISORS["0.33"] + _OF_SUPERVISOR, releases="0.33", until=NODE_ENDS)
+def install_node(serve: ModuleType) -> None:
+    """A node with `--headless`, and the supervisor of `--data-parallel-multi-port-external-lb`, end with exit status 0
+    when an engine or server of theirs has failed."""
+    expect_source(serve.run_headless, "raise SystemExit", "executor_class=Executor.get_class(vllm_config)")
+
+    @around(serve, "run_headless")
+    def run_headless(original: Original, args: Any) -> None:
+        original(args)  # at a signal it raises
+        raise SystemExit(ends.last_words("an engine of this node has ended; its last log lines say why"))
+
+    if (name := getattr(getattr(serve, "run_dp_supervisor", None), "__module__", None)) is None:  # 0.11 has none
+        return
+    supervisor = importlib.import_module(name).DPSupervisor
+    expect_source(supervisor.run, "await self._shutdown_children()")
+
+    @around(supervisor, "_handle_signal")
+    def handle_signal(original: Original, self: Any, signum: int) -> None:
+        self.npu_gptoss_stopped = True
+        original(self, signum)
+
+    @around(supervisor, "run")
+    async def run(original: Original, self: Any) -> None:
+        await original(self)
+        if not hasattr(self, "npu_gptoss_stopped"):
+            raise SystemExit(ends.last_words(how_ended(self._processes) or "a server does not answer"))
 
 
 def cause_of_death(core: Any) -> str:

@@ -73,6 +73,7 @@ REMEDIES = (
     (r"swap space", "Use a smaller --swap-space"),
     (r"GGUF|gguf", _GGUF),
     (r"FP8 KV cache", "Leave out --kv-cache-dtype: the cache has the model's dtype"),
+    (r"[Cc]onnection (closed|reset) by peer", "Look at the logs of the other ranks and nodes: one of them ended first"),
     (r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|: -9\b", _MEMORY),
 )
 REMEDY = "Correct or leave out the option or variable that it is about; `npu-gptoss doctor` checks the installation"
@@ -138,7 +139,7 @@ def _first() -> str | None:
     try:
         lines = Path(os.environ[FILE]).read_text().splitlines()
         return json.loads(next(line for line in lines if line.startswith(_HEAD)).removeprefix(_HEAD))
-    except (OSError, StopIteration):
+    except (KeyError, OSError, StopIteration):
         return None
 
 
@@ -156,8 +157,18 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
         if envs.get("NPU_GPTOSS_TRACEBACK") or not _written(error):
             sys.__excepthook__(kind, error, trace)
         else:
-            print(f"The traceback is in {os.environ[FILE]}; NPU_GPTOSS_TRACEBACK=1 shows it here.", file=sys.stderr)
+            print(_where(), file=sys.stderr)
     print(f"vllm serve: {first or sentence(error)}", file=sys.stderr, flush=True)
+
+
+def _where() -> str:
+    return f"The traceback is in {os.environ[FILE]}; NPU_GPTOSS_TRACEBACK=1 shows it here."
+
+
+def last_words(otherwise: str) -> str:
+    """Returns the end of a server's log where vLLM sees no failure. otherwise: if no process has told its reason."""
+    first = _first()
+    return f"{_where()}\nvllm serve: {first}" if first else f"vllm serve: {otherwise}"
 
 
 def causes(error: BaseException) -> list[object]:
