@@ -20,6 +20,8 @@ from npu_gptoss.engine.engine import Engine
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.check import check_directory
 from npu_gptoss.model.layout import expected_tensors
+from npu_gptoss.model.safetensors_reader import listed
+from npu_gptoss.tokenizer import FILE_NAME, load_tokenizer
 
 FORMATS = ("mxfp4", "bf16")
 PROBE = (
@@ -74,7 +76,21 @@ def open_adapters(source: Source, asked: list[str]) -> list[lora.Adapter]:
     given = ((Path(os.path.realpath(directory)), weight) for directory, weight in map(lora.parse, asked))
     adapters = own + [lora.open_adapter(*each, config, specs) for each in given]
     lora.check_together(adapters)
+    source.notes.extend(filter(None, (other_tokens(source, adapter.directory) for adapter in adapters)))
     return adapters
+
+
+def other_tokens(source: Source, adapter: Path) -> str | None:
+    """A note where the adapter's folder has tokens that IN's tokenizer lacks, which OUT gets; else None."""
+    theirs = adapter / FILE_NAME
+    ours = next((file for folder in source.folders if (file := folder / FILE_NAME).is_file()), theirs)
+    if not theirs.is_file() or theirs.samefile(ours):
+        return None
+    more = load_tokenizer(theirs).get_vocab().items() - load_tokenizer(ours).get_vocab().items()
+    names = listed(name for name, _ in sorted(more, key=lambda token: token[1]))
+    return (
+        f"{theirs} has tokens that OUT's lacks: {names}. If the adapter needs them, copy it to OUT." if more else None
+    )
 
 
 def probe(before: Path, after: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from npu_gptoss.convert import lora
 from npu_gptoss.convert.command import open_adapters
@@ -278,6 +280,20 @@ def test_adapter_that_does_not_fit_is_refused(base: Path, tmp_path: Path, fault:
     with pytest.raises(AdapterError):
         merged_here(base, tmp_path / "out", str(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_tokens_that_training_added_do_not_vanish_without_a_word(base: Path, tmp_path: Path) -> None:
+    """In OUT a text would have other tokens than in the training."""
+    with_adapter(base, **ATTENTION).save_pretrained(tmp_path / "adapter")
+    whole = Path(shutil.copytree(base, tmp_path / "base"))
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    tokenizer.save(str(whole / "tokenizer.json"))
+    source = open_source(whole)
+    for named in (0, 1):
+        tokenizer.save(str(tmp_path / "adapter/tokenizer.json"))
+        open_adapters(source, [str(tmp_path / "adapter")])
+        assert sum("<tool>" in note for note in source.notes) == len(source.notes) == named
+        tokenizer.add_tokens(["<tool>"])
 
 
 def test_adapters_that_replace_the_same_tensor_are_refused(base: Path, tmp_path: Path) -> None:
