@@ -63,6 +63,9 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
     yield parallel.enable_eplb, Refusal("--enable-eplb", None, "experts do not move between ranks")
     yield parallel.enable_dbo, Refusal("--enable-dbo", None, "steps cannot be halved")
     yield contexts > 1, Refusal("--decode-context-parallel-size", contexts, "each rank keeps the whole context")
+    outputs = getattr(config, "aux_output_config", model)  # of 0.33; 0.11 has no such option
+    if getattr(outputs, "enable_return_routed_experts", False):
+        yield True, Refusal("--enable-return-routed-experts", None, "the experts' kernels report no routes")
     yield cache.kv_sharing_fast_prefill, Refusal("--kv-sharing-fast-prefill", None, "no layer shares its KV cache")
     of_device = {"npu": ascend.checks, "cuda": cuda.checks}.get(device_type)
     yield from of_device(config) if of_device else ()

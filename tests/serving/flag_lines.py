@@ -184,6 +184,8 @@ SSSR | VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 --max-model-len 200000
 UURS | --weight-transfer-config '{"backend": "nccl"}'
 UUSA | --offload-group-size 2
 UUUU | --no-such-flag
+UURA | --enable-return-routed-experts
+UURR | NPU_GPTOSS=1 --enable-return-routed-experts
 """
 _QUARK = shlex.quote(json.dumps({"quantization_config": QUARK}))
 # (letters, flags)

@@ -321,6 +321,7 @@ def configuration(**changes: Any) -> SimpleNamespace:
             "disable_sliding_window": False,
             "model": "gpt-oss-20b",
             "convert_type": "none",
+            "enable_return_routed_experts": False,
             "hf_config": SimpleNamespace(),
         },
         "cache_config": {"cache_dtype": "auto", "calculate_kv_scales": False, "kv_sharing_fast_prefill": False},
@@ -354,6 +355,7 @@ def test_a_flag_that_nobody_gave_is_not_refused(written: dict[str, str], named: 
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"calculate_kv_scales": True}, "--calculate-kv-scales"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
     ],
 )
 def test_options_that_vllm_may_refuse_first_are_refused_too(change: dict[str, Any], option: str) -> None:
