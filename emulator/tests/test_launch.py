@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from ascend_emulator import command, launch, prepare, stacks
@@ -54,7 +56,8 @@ def test_each_stack_has_its_own_environment_and_its_own_cann(
 
 
 def test_an_environment_is_prepared_once_for_its_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain `pip install` compiles nothing; other wheels need other libraries."""
+    """A plain `pip install` compiles nothing; other wheels need other libraries. On a file system without locks."""
+    monkeypatch.setattr(prepare.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
     packages, made = tmp_path / "lib/python3.11/site-packages", []
     with pytest.raises(EmulatorError, match="no torch_npu"):
         prepare.prepare(tmp_path)

@@ -272,8 +272,10 @@ def _locked(job: Job) -> Iterator[None]:
     with (job.staging / ".lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InputError(f"{job.out}: another run writes it. Wait for it, or stop it.", field="OUT") from None
+        except OSError:
+            pass  # a file system without locks, such as Lustre
         yield
 
 

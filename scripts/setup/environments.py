@@ -388,6 +388,8 @@ def held(path: Path, waiting: str = "") -> Iterator[None]:
         except BlockingIOError:
             print(waiting, end="", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
         yield
     finally:
         os.close(lock)

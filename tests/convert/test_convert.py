@@ -334,6 +334,23 @@ def test_disk_that_is_too_small_is_found_at_once(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.rglob("out/*.safetensors"))
 
 
+def test_only_a_held_lock_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre has no locks unless it is mounted with them."""
+    config, tensors = small()
+    source, out = write(tmp_path / "in", tensors, config), tmp_path / "out"
+
+    def flock(stream: object, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(writer.fcntl, "flock", flock)
+    number = errno.EWOULDBLOCK
+    with refused("OUT"):
+        convert(Job(open_source(source), out, "bf16"), progress=False)
+    number = errno.ENOSYS
+    convert(Job(open_source(source), out, "bf16"), progress=False)
+    check_checkpoint(out, config)
+
+
 def test_another_command_does_not_go_on_with_these_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, tensors = small()
     source, out = write(tmp_path / "in", tensors, config), tmp_path / "out"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shlex
@@ -22,6 +24,7 @@ import pytest
 from npu_gptoss.errors import InputError
 from scripts import serve_here
 from scripts.serve_here import ServeError
+from scripts.setup.environments import held
 from tests.serving.in_flight import is_running
 from tests.serving.server import free_port, wait_for
 
@@ -110,6 +113,15 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(serve_here.tiny_checkpoint, [place, place])) == [place, place]
     assert written == [str(place)]
+
+
+def test_a_file_system_without_locks_ends_no_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with held(tmp_path):
+        assert serve_here.tiny_checkpoint(tmp_path / "gpt-oss-tiny").is_dir()
 
 
 def test_in_a_container_the_hint_is_not_to_leave_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
