@@ -51,7 +51,7 @@ def test_first_keys_loaded_before_the_newest_is_there_change_nothing(sliding_win
 
 
 @WINDOWS
-def test_a_cache_in_fp8_gives_the_bits_of_its_numbers_in_bfloat16(sliding_window):
+def test_a_cache_in_fp8_is_read_as_its_numbers_in_bfloat16(sliding_window):
     check_fp8(on_gpu([(1, keys) for keys in EDGES]), sliding_window)
     check_fp8(on_gpu([(1, 9000)]), sliding_window)
     check_fp8(on_gpu([(700, 1500), (1, 900), (333, 333)]), sliding_window)

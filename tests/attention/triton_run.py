@@ -16,6 +16,7 @@ import torch
 from npu_gptoss.attention import write_kv_cache
 from npu_gptoss.kernels import Platform, platform_override
 from tests.attention.cases import Step, check, in_one_tensor
+from tests.tolerances import assert_close
 
 PLATFORM = Platform("cuda", frozenset({"triton"}))  # whose architecture is not known: no Gluon
 
@@ -32,9 +33,10 @@ def check_windows(step: Step, windows: Iterable[int | None]) -> None:
 
 
 def check_fp8(step: Step, sliding_window: int | None) -> None:
-    """A cache in FP8, keys and values in one tensor, gives the bits of the same numbers in bfloat16.
+    """A cache in FP8, keys and values in one tensor, gives what the same numbers in bfloat16 give.
 
-    The numbers of every second head are the smallest that there are.
+    The numbers of every second head are the smallest that there are. Compiled, the two are two programs, which may
+    round a few sums apart (4 of 90 112 on an H200).
     """
     sizes = torch.tensor([1.0, 2.0**-9], device=step.query.device).repeat(step.key_cache.shape[2] // 2)[:, None]
     narrow = [(cache * sizes).to(torch.float8_e4m3fn) for cache in (step.key_cache, step.value_cache)]
@@ -42,7 +44,8 @@ def check_fp8(step: Step, sliding_window: int | None) -> None:
         run_triton(dataclasses.replace(step, key_cache=keys, value_cache=values), sliding_window)
         for keys, values in (in_one_tensor(*narrow), (cache.to(torch.bfloat16) for cache in narrow))
     )
-    assert torch.equal(got, want)
+    assert (got != want).sum() <= (got.numel() // 1000 if got.is_cuda else 0)
+    assert_close(got, want, got.dtype)
 
 
 def check_written(step: Step) -> None:

@@ -110,8 +110,8 @@ def opened(words, PACKED: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def taken(q, key, value, inside, scale, result, largest, weight, PACKED: tl.constexpr, WIDE: tl.constexpr):
     """The running sums with these keys in them. PACKED: the values' is 2^-56 as large; no product falls below fp32."""
-    scores = tl.where(inside[None, :], product(q, opened(key, PACKED, WIDE).T, WIDE), float("-inf"))
-    value = opened(value, PACKED, WIDE)
+    key, value = opened(key, PACKED, WIDE), opened(value, PACKED, WIDE)
+    scores = tl.where(inside[None, :], product(q, key.T, WIDE), float("-inf"))
     return softmax_step(scores, scale, value, result, largest, weight, q.dtype, WIDE, 2.0**64 if PACKED else 1.0)
 
 

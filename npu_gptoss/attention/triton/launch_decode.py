@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -86,7 +86,11 @@ def decode(call: Call, rows: Rows) -> None:
     """The decode rows of a step."""
     query, before, constants = call.query, call.before, call.constants
     page, kv_heads, dim = call.caches[0].shape[1:]
+    packed = call.caches[0].dtype.itemsize == 1
+    caches = [cache.view(torch.int32) for cache in call.caches] if packed else call.caches
     config = decode_config(query.dtype, before >= 0, rows.count)
+    if packed:  # opens values for longer than it loads them: twice the programs, 120 us for 163 at 32 x 8192 on an H200
+        config = replace(config, programs=2 * config.programs)
     longest = rows.longest if before < 0 else min(rows.longest, before + 1)
     splits = splits_for(rows.count, kv_heads, longest, config)
     if splits > 1:
@@ -96,8 +100,6 @@ def decode(call: Call, rows: Rows) -> None:
         arrived = counters(query.device)
     else:
         sums = extremes = arrived = query  # not touched
-    packed = call.caches[0].dtype.itemsize == 1
-    caches = [cache.view(torch.int32) for cache in call.caches] if packed else call.caches
     mapped = (rows.lengths,) * 2 if rows.rows is None or rows.requests is None else (rows.rows, rows.requests)
     longest = min(rows.longest, call.block_table.shape[1] * page)
     launch(
