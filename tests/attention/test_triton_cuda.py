@@ -54,6 +54,7 @@ def test_first_keys_loaded_before_the_newest_is_there_change_nothing(sliding_win
 def test_a_cache_in_fp8_is_read_as_its_numbers_in_bfloat16(sliding_window):
     check_fp8(on_gpu([(1, keys) for keys in EDGES]), sliding_window)
     check_fp8(on_gpu([(1, 9000)]), sliding_window)
+    check_fp8(on_gpu([(1, 50 + 3 * row) for row in range(150)]), sliding_window)  # tiles of many rows
     check_fp8(on_gpu([(700, 1500), (1, 900), (333, 333)]), sliding_window)
 
 
