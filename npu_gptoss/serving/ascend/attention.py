@@ -17,6 +17,7 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
 from npu_gptoss.dense import bound, rotate_write
+from npu_gptoss.dense.ascend import packed
 from npu_gptoss.dense.operations import ROTATE_WRITE, rotate_write_call
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.kernels import explain
@@ -89,18 +90,6 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
     def build_for_cudagraph_capture(self, common_attn_metadata: AscendCommonAttentionMetadata) -> AttentionMetadata:
         """The same for vllm-ascend 0.23, which calls it by vLLM's name."""
         return self.build_for_graph_capture(common_attn_metadata)
-
-
-def packed(*parts: torch.Tensor) -> torch.Tensor:
-    """The tensor [rows, width] of which these [rows, heads, head_dim] are the parts, without a copy."""
-    first, width = parts[0], sum(part.shape[1] * part.shape[2] for part in parts)
-    at = first.data_ptr()
-    for part in parts:
-        strides = (width, part.shape[2], 1)
-        if part.data_ptr() != at or part.stride()[len(part) == 1 :] != strides[len(part) == 1 :]:
-            raise RuntimeError(f"queries, keys and values must be parts of one tensor, got strides {part.stride()}")
-        at += part.shape[1] * part.shape[2] * part.element_size()
-    return first.as_strided((len(first), width), (width, 1))
 
 
 class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
