@@ -48,9 +48,6 @@ class KeyGuard:
         """Returns the refusal of this HTTP or WebSocket connection; None if it is admitted."""
         if not self._digests or route_path(scope) in self._open:
             return None
-        headers = dict(scope["headers"])
-        if scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= headers.keys():
-            return None  # a browser's preflight carries no key, and the CORS middleware answers it
         given = [(name, value) for name, value in scope["headers"] if name in (b"authorization", ANTHROPIC)]
         if given and len(dict(given)) == len(given) and all(self._knows(name, value) for name, value in given):
             return None

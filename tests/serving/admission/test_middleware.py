@@ -317,14 +317,6 @@ def test_a_websocket_needs_the_key_too() -> None:
         assert ask(admission(keys=("secret",)), "/v1/realtime", headers=headers, type="websocket") == (kind, {})
 
 
-def test_a_preflight_needs_no_key_and_nothing_else_hides_as_one() -> None:
-    origin, asked = (b"origin", b"http://a"), (b"access-control-request-method", b"POST")
-    for method, headers, status in (
-        ("OPTIONS", (origin, asked), 200), ("OPTIONS", (origin,), 401), ("GET", (origin, asked), 401)
-    ):  # fmt: skip
-        assert ask(admission(keys=("secret",)), headers=headers, method=method)[0] == status
-
-
 def test_missing_engine_is_not_said_by_health_and_before_a_request_is_read() -> None:
     app = admission()
     app.server.down = "the engine is being started anew"

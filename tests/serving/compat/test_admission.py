@@ -78,6 +78,42 @@ def test_root_path_opens_no_route(patched: Any) -> None:
         assert asked.get("/api/health").status_code == 200
 
 
+class Gateway:
+    """A user's middleware that knows another key."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        known = [(b"authorization", b"Bearer secret")] if (b"x-of-gateway", b"1") in scope.get("headers", ()) else []
+        await self.app(scope | {"headers": [*scope.get("headers", ()), *known]}, receive, send)
+
+
+PAGE = "http://a.example"
+FLAGS = ("--api-key", "secret", "--allowed-origins", f'["{PAGE}"]')
+MORE = ("--enable-request-id-headers", "--middleware", f"{__name__}.Gateway")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 401), (BEARER, 400), ({"X-Of-Gateway": "1"}, 400), ({"X-Of-Gateway": "2"}, 401)]
+)
+def test_a_refusal_passes_cors_ids_and_the_users_middleware(patched: Any, headers: dict[str, str], status: int) -> None:
+    """Else a page in a browser learns of no reason, and a gateway's own keys open nothing."""
+    own = {"Origin": PAGE, "X-Request-Id": "mine", "Content-Type": "application/json"}
+    with patched(*PATCHES), client(*FLAGS, *MORE) as asked:
+        answer = asked.post("/v1/chat/completions", headers=own | headers, content=b"no json")
+    found = answer.status_code, answer.headers.get("access-control-allow-origin"), answer.headers.get("x-request-id")
+    assert found == (status, PAGE, "mine")
+
+
+def test_a_preflight_needs_no_key_and_nothing_else_hides_as_one(patched: Any) -> None:
+    origin, wants = {"Origin": PAGE}, {"Access-Control-Request-Method": "POST"}
+    with patched(*PATCHES), client(*FLAGS) as asked:
+        assert asked.options("/v1/models", headers=origin | wants).status_code == 200
+        assert asked.options("/v1/models", headers=origin).status_code == 401
+        assert asked.get("/v1/models", headers=origin | wants).status_code == 401
+
+
 def test_keys_come_from_the_environment_too(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with patched(*PATCHES), client() as asked:

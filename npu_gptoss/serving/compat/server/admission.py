@@ -175,6 +175,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.middleware import Middleware
+    from starlette.middleware.cors import CORSMiddleware
     from vllm import envs as vllm_envs
 
     from npu_gptoss.serving import tokenizer_file
@@ -194,12 +195,16 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     app.middleware_stack = None  # 0.33 has built it already; the first request builds it again
     keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
     app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]
-    app.add_middleware(
+    admission = Middleware(
         AdmissionMiddleware,
         keys=KeyGuard(keys, open_metrics=envs.get("NPU_GPTOSS_OPEN_METRICS")),
         server=VllmServer(app.state, args.trust_request_chat_template, args.chat_template),
         max_body=envs.get("NPU_GPTOSS_MAX_BODY_MIB") << 20,
     )
+    # within --middleware and --enable-request-id-headers, as vLLM's own check of keys, and within CORS: without its
+    # headers a page in a browser cannot read why it was refused
+    within = [entry.cls for entry in app.user_middleware].index(CORSMiddleware)
+    app.user_middleware.insert(within + 1, admission)
     app.user_middleware.append(Middleware(Intake))  # the innermost
 
     handlers = app.exception_handlers
