@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from emulator.tests.test_triton import needs_compiler
 from tests.serving.emulated.rounds import EAGER, FULL, SPOILT, TOKENS, graphs, right, turn
 from tests.serving.emulated.test_full_graphs import SHARED_PREFIX, SMALL_CACHE
 from tests.serving.emulated.test_modes import ORDINARY, PURE
@@ -62,6 +63,12 @@ def test_on_cann_9_0_sinks_have_memory_behind_them(serve_9_1, expected):
     results, _ = serve_9_1([*rounds, bare], options=EAGER, machine={"cann": "9.0"})
     assert right(rounds, results[:1], expected) == [True]
     assert "[R92]" in results[1]
+
+
+@needs_compiler
+def test_a_launch_that_rotates_wrongly_is_not_served(serve_9_1):
+    with pytest.raises(AssertionError, match="RoPE and the cache write compute wrong results on this card"):
+        serve_9_1([], options=EAGER, spoil="rotated_wrongly")
 
 
 def test_a_card_without_triton_ascend_is_refused_before_anything_is_loaded(serve_9_1):
