@@ -296,7 +296,8 @@ def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:
     """Raises Refusal for the first field outside its limits."""
     if route == "/scale_elastic_ep" and not limits.elastic:
         raise Refusal(
-            "This server cannot be scaled while it runs (--data-parallel-backend ray); trying would stop its service."
+            "This server was not started to be scaled (--enable-elastic-ep; vLLM 0.11: --data-parallel-backend ray); "
+            "trying would stop its service."
         )
     for name, rule in fields_for(route, body).items():
         value = body.get(name)

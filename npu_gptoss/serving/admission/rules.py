@@ -27,7 +27,7 @@ class Limits:
     max_logprobs: int  # -1: any number
     prompt_embeds: bool = False
     chat_templates: bool = False  # --trust-request-chat-template
-    elastic: bool = False  # --data-parallel-backend ray
+    elastic: bool = False  # --enable-elastic-ep, or with vLLM 0.11 --data-parallel-backend ray
     max_n: int = 128
     max_prompts: int = 1024
 

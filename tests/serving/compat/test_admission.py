@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from npu_gptoss.serving.compat.server.admission import VllmServer
+from npu_gptoss.serving.compat.server.admission import VllmServer, can_be_scaled
 from npu_gptoss.serving.openai.errors import misread
 from tests.serving.compat import of_release
 
@@ -156,6 +156,15 @@ def test_operator_is_not_told_why_the_engine_refuses_a_call(said: str, told: boo
     assert (refusal is not None) is told
     if told:
         assert (refusal.status, refusal.message) == (500, said)
+
+
+@pytest.mark.parametrize(
+    ("backend", "elastic", "scales"),
+    [("ray", None, True), ("mp", None, False), ("mp", True, True), ("ray", False, False)],
+)
+def test_a_server_started_to_be_scaled_is_not_refused(backend: str, elastic: bool | None, scales: bool) -> None:
+    more = {} if elastic is None else {"enable_elastic_ep": elastic}
+    assert can_be_scaled(types.SimpleNamespace(data_parallel_backend=backend, **more)) is scales
 
 
 def test_misread_field_gets_one_short_sentence(patched: Any) -> None:

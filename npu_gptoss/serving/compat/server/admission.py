@@ -110,7 +110,7 @@ class VllmServer:
                 max_logprobs=model.max_logprobs,
                 prompt_embeds=model.enable_prompt_embeds,
                 chat_templates=self._trusts_templates,
-                elastic=config.parallel_config.data_parallel_backend == "ray",
+                elastic=can_be_scaled(config.parallel_config),
                 max_n=envs.get("NPU_GPTOSS_MAX_N"),
                 max_prompts=envs.get("NPU_GPTOSS_MAX_PROMPTS"),
             )
@@ -137,6 +137,11 @@ class VllmServer:
             said = escaped(str(error), 200)
             return Refusal(f"The request cannot be read: {type(error).__name__}{': ' if said else ''}{said}.")
         return None
+
+
+def can_be_scaled(parallel: Any) -> bool:
+    """Returns whether /scale_elastic_ep would not stop the service. vLLM 0.11 has no option for it."""
+    return getattr(parallel, "enable_elastic_ep", parallel.data_parallel_backend == "ray")
 
 
 _CALL = re.compile(r"Call to \w+ method\s?failed: ")  # the engine's answer to a call
