@@ -46,6 +46,13 @@ def test_ascend_experts_are_six_operators_by_default(calls):
     ]
 
 
+def test_another_kernel_s_ids_of_64_bits_are_not_refused(calls):
+    layer = make_layer(5, BF16)
+    routing = route(layer.logits, TOP_K, kernel="reference")
+    assert routing[1].dtype == torch.int64
+    check(lambda at: at.run("ascend", routing=routing), layer)
+
+
 @pytest.mark.parametrize("says", ["8.3.RC2", "8.3", "", "not known", None])
 def test_activation_is_one_operator_only_with_a_kernel_for_it(says):
     """On CANN 8.5 (None). Not with a later torch-npu on CANN 8.3, and where CANN's version is unknown, three launches
