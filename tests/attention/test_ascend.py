@@ -130,6 +130,19 @@ def test_as_many_requests_go_into_a_call_as_the_cache_has_blocks_for(num_blocks,
     assert all(part.query_ends == list(range(1, len(part.seq_lens) + 1)) for part in parts)
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "most", "expected"), [(15, 4096, [4, 1]), (16, 4096, [5]), (100, 5, [4, 1]), (100, 6, [5])]
+)
+def test_the_request_that_keeps_heads_apart_is_counted(monkeypatch, num_blocks, most, expected):
+    """It reads a block, and is a request more; both limits are CANN's."""
+    monkeypatch.setattr(ascend, "_heads_apart", True)
+    monkeypatch.setattr(ascend, "MAX_REQUESTS", most)
+    step = AttentionMetadata(
+        (0, 1, 2, 3, 4, 5), (300,) * 5, torch.zeros(5, 3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+    )
+    assert [len(part.seq_lens) for part in ascend.parts(step, num_blocks, 128)] == expected
+
+
 def test_requests_without_rows_cost_no_call_of_their_own():
     step = AttentionMetadata((0, 1, 1), (300, 300), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1))
     (part,) = ascend.parts(step, 3, 128)
