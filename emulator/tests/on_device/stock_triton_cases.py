@@ -27,12 +27,18 @@ mock.patch.object(trace, "operator").start()
 
 
 def case_the_slots_of_a_step() -> None:
+    """By vLLM's tile, and by the one to which the repair `ascend-slots` changes it; one request has more tokens."""
+    slots_of_a_step(1024)
+    slots_of_a_step(2)
+
+
+def slots_of_a_step(tile: int) -> None:
     slots = torch.full((10,), 99, dtype=torch.int32).npu()
     tables = torch.tensor([[7, 3], [5, 0]], dtype=torch.int32).npu()
     starts = torch.tensor([0, 2, 5], dtype=torch.int32).npu()
     positions = torch.tensor([127, 128, 0, 1, 2]).npu()
     constants = {"TOTAL_CP_WORLD_SIZE": 1, "TOTAL_CP_RANK": 0, "CP_KV_CACHE_INTERLEAVE_SIZE": 1, "PAD_ID": -1}
-    _compute_slot_mapping_kernel[(3,)](5, 8, starts, positions, tables, 2, 128, slots, BLOCK_SIZE=1024, **constants)
+    _compute_slot_mapping_kernel[(3,)](5, 8, starts, positions, tables, 2, 128, slots, BLOCK_SIZE=tile, **constants)
     assert slots.tolist() == [7 * 128 + 127, 3 * 128, 640, 641, 642, -1, -1, -1, 99, 99]
 
 

@@ -158,3 +158,35 @@ def test_kernels_that_judge_drafts_have_memory_around_the_ends(patched, repaired
     assert (ends.tolist(), ends.dtype, ends.data_ptr() % 32) == ([2, 2, 5], torch.int32, 0)
     behind = ends.untyped_storage().nbytes() // 4 - ends.storage_offset() - 3
     assert (ends.storage_offset(), behind) == ((8, 3 + 96) if repaired else (0, 0))
+
+
+@pytest.mark.skipif(LINE != "0.23", reason="the repair is for vllm-ascend 0.23")
+@pytest.mark.parametrize(("rows", "tile"), [((1, 1, 1), 16), ((1, 6, 40), 16), ((2, 40, 7), 1024)])
+def test_a_decode_steps_slots_are_made_in_small_tiles(patched, monkeypatch, rows, tile):
+    """The scalar unit walks a whole tile; of a step with more rows a small one is no smaller part."""
+    from vllm_ascend.worker import block_table
+
+    asked, kernel = [], block_table._compute_slot_mapping_kernel
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *given, **options: (asked.append(options["BLOCK_SIZE"]), kernel[grid](*given, **options))
+
+    monkeypatch.setattr(block_table, "_compute_slot_mapping_kernel", Watched())
+    lengths, starts = np.array([130, 61, 500]), np.cumsum([0, *rows])
+    positions = np.concatenate([np.arange(length - count, length) for length, count in zip(lengths, rows, strict=True)])
+    found = []
+    for repairs in ((), ("ascend-slots",)):
+        table = object.__new__(block_table.BlockTable)
+        table.pcp_world_size = table.dcp_world_size = table.cp_kv_cache_interleave_size = 1
+        table.pcp_rank = table.dcp_rank = 0
+        table.block_size, table.max_num_batched_tokens = 128, 100
+        table.block_table = SimpleNamespace(gpu=torch.tensor([[3, 9, 0, 0], [4, 0, 0, 0], [7, 5, 6, 8]]).int().npu())
+        table.slot_mapping = SimpleNamespace(gpu=torch.full((110,), 99, dtype=torch.int32).npu())
+        with patched(*repairs):
+            table.compute_slot_mapping(3, torch.tensor(starts, dtype=torch.int32).npu(), torch.tensor(positions).npu())
+        found.append(table.slot_mapping.gpu.tolist())
+    assert found[0] == found[1]
+    assert found[0][sum(rows) :] == [-1] * (100 - sum(rows)) + [99] * 10
+    assert found[0][0] == {1: 9 * 128 + 1, 2: 9 * 128}[rows[0]]
+    assert asked == [1024, tile]
