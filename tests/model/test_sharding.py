@@ -24,11 +24,14 @@ def shares(name: str, tensor: torch.Tensor, size: int, experts: str) -> list[tor
 @pytest.mark.parametrize("experts", [TENSOR, EXPERT])
 def test_the_shares_of_every_tensor_make_the_whole(experts: str, mxfp4: bool) -> None:
     config = random_config(layers=1, mxfp4=mxfp4)
-    cut = set()
+    cut, shard = set(), Shard(0, 2, experts)
+    local = expected_tensors(shard.local(config))
     for name, tensor in random_tensors(config).items():
         parts = shares(name, tensor, 2, experts)
-        shard = Shard(0, 2, experts)
         axis = shard.axis(name)
+        first, *others = local[name].shape  # of a model of this size, which has all tokens and experts
+        alone = name == "lm_head.weight" or (experts == EXPERT and ".experts." in name)
+        assert [part.shape for part in parts] == [(first // 2 if alone else first, *others)] * 2, name
         if shard.only_on_rank_0(name):
             assert torch.equal(parts[0] + parts[1], tensor)
             assert parts[1].abs().max() == 0
