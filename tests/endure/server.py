@@ -40,10 +40,9 @@ EMULATED = {"emulated": "8.3", "emulated-9.1": "9.1"}  # the emulator's stacks
 CPU_0_33 = "cpu-0.33"  # vLLM 0.33's processes with a worker for CPUs
 STACKS = ("cpu", CPU_0_33, *EMULATED, "cuda")
 # several servers on one machine. On a GPU a share of its memory, by which vLLM neither measures nor minds the others;
-# the first number is what has to be free as one starts
-SHARE = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30))
-# A KV cache of an emulated card takes the machine's memory, a block at its first use: one of 1 GiB grew for an hour.
-KEYS = {"emulated": ("--num-gpu-blocks-override", "512"), "emulated-9.1": ("--kv-cache-memory-bytes", str(1 << 26))}
+# the first number is what has to be free as one starts. A KV cache of an emulated card takes the machine's memory
+KEYS = ("--kv-cache-memory-bytes", str(1 << 30))
+SHARE = ("--gpu-memory-utilization", "0.05", *KEYS)
 COUNTER = re.compile(r"^([\w:]+(?:_total|_count|_sum|_bucket)(?:\{.*?\})?) (\S+)$", re.M)
 
 
@@ -79,7 +78,8 @@ class Stack:
         if self.stack == "cuda":
             sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
             graphs = [*SHARE, "--max-model-len", "8192", "--compilation-config", json.dumps(sizes)]
-        batch += KEYS.get(self.stack, ())  # vllm-ascend 0.11 knows no number of bytes
+        elif self.stack == "emulated-9.1":  # vllm-ascend 0.11 knows no such number
+            batch += KEYS
         ranks = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
         return [*COMPACT, *batch, *dtype, *graphs, *ranks]
 
