@@ -144,6 +144,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
         reading=reading(tools, {"stop": _stop_sequences(body), "include_reasoning": with_reasoning}),
         structure=forced_structure(tools, _structure(body, config)),
         sampling={name: value for name, value in body.items() if name in PASSED and value is not None},
+        whole=True,  # Claude Code asks for less then
     )
     return Request(asked, bool(body.get("stream")))
 

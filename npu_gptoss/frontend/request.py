@@ -61,6 +61,7 @@ class Asked:
     instructions_in_system: bool = False
     date: str | None = None
     warnings: tuple[str, ...] = ()
+    whole: bool = False  # refuse max_tokens that the context has no room for; else the answer gets what is left
 
     @property
     def conversation(self) -> list[Message]:
@@ -77,8 +78,7 @@ class Asked:
             channel, text = self.continued
             ids += encoder.header(channel) + encoder.text(text)
         if limit is not None:
-            most = self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens")
-            check_length(limit, len(ids), most or 0)
+            check_length(limit, len(ids), self.sampling.get("max_tokens") if self.whole else None)
         return ids
 
     def loosened(self) -> Iterator[Asked]:
