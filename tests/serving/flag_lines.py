@@ -183,6 +183,8 @@ SSSA | VLLM_USE_BREAKABLE_CUDAGRAPH=0 --enforce-eager
 SSSR | VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 --max-model-len 200000
 UURS | --weight-transfer-config '{"backend": "nccl"}'
 UUSA | --offload-group-size 2
+SSRA | VLLM_USE_RUST_FRONTEND=1 VLLM_RUST_FRONTEND_PATH=/vllm-rs --max-num-seqs 8
+SSRR | NPU_GPTOSS=1 VLLM_USE_RUST_FRONTEND=1 VLLM_RUST_FRONTEND_PATH=/vllm-rs --max-num-seqs 8
 UUUU | --no-such-flag
 UURA | --enable-return-routed-experts
 UURR | NPU_GPTOSS=1 --enable-return-routed-experts

@@ -53,6 +53,7 @@ def verdict(model: str, line: str) -> dict[str, Any]:
 
 def main(model: str) -> None:
     lines = json.load(sys.stdin)
+    sys.argv[:] = ["vllm", "serve", model]  # some limits hold for servers only
     from npu_gptoss.serving.releases import here
 
     if here().name == "0.33":

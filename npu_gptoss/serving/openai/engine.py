@@ -23,21 +23,32 @@ from npu_gptoss.serving.tokenizer_file import checkpoint_directory
 from npu_gptoss.tokenizer import chat_template
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from vllm.config import ModelConfig
 
 IN_THE_LOOP = 20_000  # characters, about 10 ms; a thread encodes a longer conversation
 PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's classes
 
 
-def report_template(model_config: ModelConfig, option: str | None) -> None:
-    """Logs that a chat template other than the published ones has no effect. option: `--chat-template`."""
-    directory = checkpoint_directory(model_config)
+def report_unused(model_config: ModelConfig, args: Namespace) -> None:
+    """Logs that another chat template than the published ones, or another parser of calls, has no effect."""
+    from npu_gptoss.serving.openai.intake import is_gpt_oss
+
+    if not is_gpt_oss(model_config):  # vLLM's handlers read both
+        return
+    directory, parser = checkpoint_directory(model_config), args.tool_call_parser
     text = chat_template(directory)[0] if directory is not None else ""
-    if option or (text and "You are ChatGPT" not in text):
+    unused = {
+        "--chat-template": args.chat_template,
+        "The checkpoint's chat template": not args.chat_template and text and "You are ChatGPT" not in text,
+        f"--tool-call-parser {parser}": parser not in (None, "openai"),
+    }
+    if names := " and ".join(name for name, given in unused.items() if given):
         logger.warning(
-            "%s has no effect: chats are written and read in harmony. Requests set its system turn by model_identity, "
-            "reasoning_effort and instructions.",
-            "--chat-template" if option else "The checkpoint's chat template",
+            "%s: without effect, since chats are written and read in harmony. Requests set its system turn by "
+            "model_identity, reasoning_effort and instructions.",
+            names,
         )
 
 

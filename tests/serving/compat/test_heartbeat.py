@@ -145,7 +145,7 @@ def test_health_fails_for_an_engine_that_does_not_answer(monkeypatch):
     heart = pulse.Pulse({})
     heart.set_result([0, 0.0, ""])
     llm = types.SimpleNamespace(errored=False, engine_core=types.SimpleNamespace(npu_gptoss_pulse=heart))
-    server = VllmServer(types.SimpleNamespace(engine_client=llm), False)
+    server = VllmServer(types.SimpleNamespace(engine_client=llm), types.SimpleNamespace())
     time.sleep(0.2)
     with pytest.raises(Refusal, match="engine 0 has been silent") as refused:
         asyncio.run(server.check_engine(waits=False))

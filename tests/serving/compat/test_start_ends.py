@@ -112,6 +112,7 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
         (InputError(Refusal("--dtype", "half", "no such dtype", "use another")), "--dtype half: no such dtype; use"),
         (ModuleNotFoundError("No module named 'runai_model_streamer'"), "Install the package runai_model_streamer"),
         (ModuleNotFoundError("No module named 'vllm_ascend.mooncake'"), "Leave out the option that names vllm_ascend."),
+        (ImportError("cannot import name 'a' from 'vllm.b.v1' (/c.py)"), "Leave out the option whose class imports it"),
         (ValueError("No x.\nOriginal error:\nTraceback (most recent call last):\n  File 'a'\nE: b"), "No x. Correct"),
         (OSError(98, "Address already in use"), "choose another --port"),
         (OSError("We couldn't connect to 'https://huggingface.co'"), "hf download"),

@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
-from npu_gptoss.serving.openai import chat, intake, responses
+from npu_gptoss.serving.openai import chat, engine, intake, responses
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.tokenizer_file import checkpoint_directory
@@ -161,3 +161,24 @@ def test_silent_stream_is_ended_by_a_proxy_or_stays_in_memory(
     first, *between, data, last = sent
     assert (first, data, last) == (b"start", b"data", b"")
     assert set(between) == ({b": keep-alive\n\n"} if comments else set())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parser", "template", "told"),
+    [
+        ("gpt_oss", "hermes", None, ["--tool-call-parser hermes"]),
+        ("gpt_oss", "hermes", "a.jinja", ["--chat-template", "--tool-call-parser hermes"]),
+        ("gpt_oss", "openai", None, []),
+        ("gpt_oss", None, None, []),
+        ("llama", "hermes", "a.jinja", []),  # vLLM's own handlers read both
+    ],
+)
+def test_option_without_effect_goes_unsaid(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, parser: str | None, template: str | None, told: list[str]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(engine.logger, "warning", lambda _, *words: said.extend(words))
+    monkeypatch.setattr(engine, "checkpoint_directory", lambda _: None)
+    model = types.SimpleNamespace(hf_config=types.SimpleNamespace(model_type=model_type))
+    engine.report_unused(model, types.SimpleNamespace(tool_call_parser=parser, chat_template=template))
+    assert [name for names in said for name in names.split(" and ")] == told

@@ -57,21 +57,21 @@ SERVES = {
 class VllmServer:
     """Answers admission's questions about vLLM's server. A method `check_…` raises Refusal."""
 
-    def __init__(self, state: Any, trusts_templates: bool, template: str | None = None) -> None:
-        self._state, self._trusts_templates, self._template = state, trusts_templates, template
+    def __init__(self, state: Any, args: Namespace) -> None:
+        self._state, self._args = state, args
         self._limits: Limits | None = None
 
     def prepare(self) -> None:
         """Runs when the server starts to listen: forks while no request runs, and loads the compilers in the
         background."""
         from npu_gptoss.serving.metrics import refusals
-        from npu_gptoss.serving.openai.engine import report_template
+        from npu_gptoss.serving.openai.engine import report_unused
 
         for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED):  # so that rate() sees the first
             refusals().labels(str(int(status)))
         if not self._state.vllm_config.model_config.skip_tokenizer_init:
             structures.checked(self._state.engine_client).bounded.start()
-            report_template(self._state.vllm_config.model_config, self._template)
+            report_unused(self._state.vllm_config.model_config, self._args)
 
     def close(self) -> None:
         structures.close()
@@ -109,7 +109,7 @@ class VllmServer:
                 max_model_len=model.max_model_len,
                 max_logprobs=model.max_logprobs,
                 prompt_embeds=model.enable_prompt_embeds,
-                chat_templates=self._trusts_templates,
+                chat_templates=self._args.trust_request_chat_template,
                 elastic=can_be_scaled(config.parallel_config),
                 max_n=envs.get("NPU_GPTOSS_MAX_N"),
                 max_prompts=envs.get("NPU_GPTOSS_MAX_PROMPTS"),
@@ -203,7 +203,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     admission = Middleware(
         AdmissionMiddleware,
         keys=KeyGuard(keys, open_metrics=envs.get("NPU_GPTOSS_OPEN_METRICS")),
-        server=VllmServer(app.state, args.trust_request_chat_template, args.chat_template),
+        server=VllmServer(app.state, args),
         max_body=envs.get("NPU_GPTOSS_MAX_BODY_MIB") << 20,
     )
     # within --middleware and --enable-request-id-headers, as vLLM's own check of keys, and within CORS: without its

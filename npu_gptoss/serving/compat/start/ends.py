@@ -49,6 +49,10 @@ _PLUGINS = (
 )
 _GGUF = "Take the model's safetensors, in MXFP4 or BF16"
 REMEDIES = (
+    (
+        r"cannot import name '\w+' from '?vllm",
+        "Leave out the option whose class imports it, as --kv-transfer-config does: it is of another release of vLLM",
+    ),
     (r"No module named '?([\w-]+\.[\w.-]+)", r"Leave out the option that names \1, or name a module that is installed"),
     (r"No module named '?([\w.-]+)", r"Install the package \1, or leave out the option that needs it"),
     (r"requires? (\w+_for_pytorch|the package)|[Pp]lease install|pip install|packages are installed", _LEAVE),
