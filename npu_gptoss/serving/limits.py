@@ -20,14 +20,11 @@ from npu_gptoss.serving.cuda import limits as cuda
 if TYPE_CHECKING:
     from npu_gptoss.serving.releases.vllm import VllmConfig
 
-RUST = "VLLM_USE_RUST_FRONTEND"
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")
 
 
 def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal]]:
     """Yields each refusal, with True if this configuration asks for the setting. A new limit is one more row."""
-    from vllm import envs
-
     from npu_gptoss.serving.releases.vllm import DRAFTERS, QUANTIZATIONS
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
@@ -72,8 +69,7 @@ def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal
         yield True, Refusal("--enable-return-routed-experts", None, "the experts' kernels report no routes")
     yield cache.kv_sharing_fast_prefill, Refusal("--kv-sharing-fast-prefill", None, "no layer shares its KV cache")
     why = "another program would answer, without this package's chats, Responses, Messages and admission"
-    wrong = ends.serves() and getattr(envs, RUST, False)  # 0.11 has no such variable
-    yield wrong, Refusal(RUST, 1, why, "unset it, or set NPU_GPTOSS=0")
+    yield ends.serves_in_rust(), Refusal(ends.RUST, 1, why, "unset it, or set NPU_GPTOSS=0")
     of_device = {"npu": ascend.checks, "cuda": cuda.checks}.get(device_type)
     yield from of_device(config) if of_device else ()
 

@@ -175,6 +175,16 @@ def install(module: ModuleType) -> None:
     around(module, "build_app")(_build_app)
 
 
+def _keep_counters(app: Any) -> None:
+    """Hands the built counters of requests to the next stack: made a second time, they would count nothing."""
+    layer = app.middleware_stack
+    while layer is not None:
+        for entry in app.user_middleware:
+            if entry.cls is type(layer) and getattr(layer, "instrumentations", None):
+                entry.kwargs["instrumentations"] = layer.instrumentations
+        layer = getattr(layer, "app", None)
+
+
 def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     """`others` exist since 0.23: the supported tasks and the model's configuration."""
     from fastapi.exceptions import RequestValidationError
@@ -197,6 +207,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
         prepare(tokenizer_file.served[0])  # takes seconds, now and not in the first request
     messages.add_routes(app)
     routes.add_routes(app)
+    _keep_counters(app)
     app.middleware_stack = None  # 0.33 has built it already; the first request builds it again
     keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
     app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]

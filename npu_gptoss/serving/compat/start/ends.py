@@ -30,6 +30,7 @@ from npu_gptoss import envs
 from npu_gptoss.errors import InputError, short
 
 FILE = "_GPTOSS_TRACEBACKS"  # names the file to the server's other processes; made by the first that fails
+RUST = "VLLM_USE_RUST_FRONTEND"
 _HEAD = "# "
 _LONGEST = 600  # characters of a foreign reason
 # Records of a failed start that carry its error: an engine's (vllm-ascend 0.23 has its own), a worker's, their parent's
@@ -87,6 +88,13 @@ _process: int | None = None  # in which the hooks are installed
 def serves() -> bool:
     """Returns whether the user started a server with this process, and not a program that uses vLLM."""
     return sys.argv[1:2] == ["serve"] or Path(sys.argv[0]).name == "api_server.py"
+
+
+def serves_in_rust() -> bool:
+    """Returns whether another program of vLLM's will answer requests, in place of Python's server."""
+    from vllm import envs
+
+    return serves() and getattr(envs, RUST, False)  # 0.11 has no such variable
 
 
 def install() -> None:
