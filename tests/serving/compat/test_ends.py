@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -35,9 +34,9 @@ from npu_gptoss.serving.compat.server import shutdown
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.compat.start import ends
 from tests.serving.compat import of_release
-from tests.serving.compat.of_release import LINE, OLD
+from tests.serving.compat.of_release import LINE, OLD, server_parser
 from tests.serving.in_flight import is_running
-from tests.serving.server import wait_for
+from tests.serving.server import free_port, wait_for
 
 if LINE == "0.33":
     from vllm.entrypoints.launchers import launcher
@@ -255,7 +254,9 @@ def test_a_node_whose_engine_failed_has_a_status_and_a_reason(patched, monkeypat
 @pytest.mark.parametrize("signalled", [True, False])
 def test_servers_of_a_supervisor_that_fail_have_a_status(patched, monkeypatch, handlers, told, signalled):
     module = sys.modules[serve.run_dp_supervisor.__module__]
-    args = argparse.Namespace(port=1, data_parallel_size_local=2, data_parallel_supervisor_port=3, shutdown_timeout=0)
+    args = server_parser().parse_args([])
+    args.port, args.data_parallel_size_local, args.shutdown_timeout = 1, 2, 0
+    args.data_parallel_supervisor_port = free_port()
     args.dp_supervisor_probe_timeout_s = args.dp_supervisor_probe_interval_s = 0.1
     args.dp_supervisor_probe_failure_threshold, args.host = 1, "127.0.0.1"
     monkeypatch.setattr(module, "validate_multi_port_external_lb_args", lambda _: None)
