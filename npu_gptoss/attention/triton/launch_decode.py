@@ -89,7 +89,7 @@ def decode(call: Call, rows: Rows) -> None:
     packed = call.caches[0].dtype.itemsize == 1
     caches = [cache.view(torch.int32) for cache in call.caches] if packed else call.caches
     config = decode_config(query.dtype, before >= 0, rows.count)
-    if packed:  # opens values for longer than it loads them: twice the programs, 120 us for 163 at 32 x 8192 on an H200
+    if packed:  # opens values for longer than it loads them: twice the programs, some 120 us for 163 at 32 x 8192
         config = replace(config, programs=2 * config.programs)
     longest = rows.longest if before < 0 else min(rows.longest, before + 1)
     splits = splits_for(rows.count, kv_heads, longest, config)
