@@ -35,8 +35,8 @@ def check_windows(step: Step, windows: Iterable[int | None]) -> None:
 def check_fp8(step: Step, sliding_window: int | None) -> None:
     """A cache in FP8, keys and values in one tensor, gives what the same numbers in bfloat16 give.
 
-    The numbers of every second head are the smallest that there are. Compiled, the two are two programs, which may
-    round a few sums apart (4 of 90 112 on an H200).
+    The numbers of every second head are the smallest that there are. On a GPU the two divide long requests otherwise,
+    so that sums round apart.
     """
     sizes = torch.tensor([1.0, 2.0**-9], device=step.query.device).repeat(step.key_cache.shape[2] // 2)[:, None]
     narrow = [(cache * sizes).to(torch.float8_e4m3fn) for cache in (step.key_cache, step.value_cache)]
@@ -44,8 +44,10 @@ def check_fp8(step: Step, sliding_window: int | None) -> None:
         run_triton(dataclasses.replace(step, key_cache=keys, value_cache=values), sliding_window)
         for keys, values in (in_one_tensor(*narrow), (cache.to(torch.bfloat16) for cache in narrow))
     )
-    assert (got != want).sum() <= (got.numel() // 1000 if got.is_cuda else 0)
-    assert_close(got, want, got.dtype)
+    if got.is_cuda:
+        assert_close(got, want, got.dtype)
+    else:
+        assert torch.equal(got, want)
 
 
 def check_written(step: Step) -> None:
