@@ -23,7 +23,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 AT_THE_START = dict(os.environ)
 # vLLM 0.33, the release for NVIDIA's GPUs, lacks imports of these files
 if here().name == "0.33":
-    names = "ascend", "attention_backend", "expert_weights", "model", "parity", "plugin"
+    names = "ascend", "attention_backend", "captured", "expert_weights", "model", "parity", "plugin"
     collect_ignore = ["verify/self_test", *(f"serving/test_{name}.py" for name in names)]
 OF_OTHER_ENVIRONMENTS = {"emulated", "evalscope", "vllm033", "ascend_compiler"}
 

@@ -71,3 +71,14 @@ def test_the_step_behind_the_last_block_stays_inside_the_table(kernel: Kernel) -
     state = loaded([10], [12])
     kernel(state)
     assert state.slots[0] // BLOCK_SIZE in TABLES[0]
+
+
+def test_every_row_of_a_large_step_moves_on(kernel: Kernel) -> None:
+    """A program of Triton's takes 128 rows; the rows behind them kept the tokens and slots of the step before."""
+    rows = 130
+    state = DecodeState.allocate(rows, 1, BLOCK_SIZE, SPARE, torch.device("cpu"))
+    state.load(list(range(rows)), [1] * rows, [[row] for row in range(rows)])
+    kernel(state)
+    assert state.input_ids.tolist() == list(range(rows))
+    assert state.slots.tolist() == [row * BLOCK_SIZE + 1 for row in range(rows)]
+    assert state.next_positions.tolist() == [2] * rows

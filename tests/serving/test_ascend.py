@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 
-from npu_gptoss.errors import asked_for
+from npu_gptoss.errors import Refusal, asked_for
 from npu_gptoss.graphs import buckets
 from npu_gptoss.serving import releases, rotary
 from npu_gptoss.serving.ascend import captured, full_graph, limits, probe, sizes, start_check
@@ -94,10 +94,18 @@ def test_garbling_options_of_vllm_ascend_are_refused(right_stack, name):
 @pytest.mark.parametrize("value", ["1", "2", "true", "True"])
 @pytest.mark.parametrize("name", limits.VARIABLES)
 def test_garbling_variables_of_vllm_ascend_are_refused(right_stack, monkeypatch, name, value):
-    monkeypatch.setenv(name, "0")
-    assert against(configuration()) == []
+    for off in ("0", "", "false", "False"):
+        monkeypatch.setenv(name, off)
+        assert against(configuration()) == []
     monkeypatch.setenv(name, value)
     assert against(configuration()) == [f"{name}={value}"]
+
+
+@pytest.mark.parametrize("package", ["version", "cann", "operator", "triton"])
+def test_no_package_of_the_stack_is_passed_over_at_the_start(right_stack, monkeypatch, package):
+    """Another CANN may compute wrongly without an error."""
+    monkeypatch.setattr(limits, f"{package}_objection", lambda *_: Refusal(package, "1", "it computes wrongly"))
+    assert against(configuration()) == [f"{package} 1"]
 
 
 def test_a_sender_of_weights_is_refused_at_the_start(right_stack):
@@ -112,6 +120,8 @@ def test_experts_that_ranks_do_not_share_evenly_are_refused(right_stack):
     uneven = {"data_parallel_size": 3, "enable_expert_parallel": True}
     assert against(configuration(**uneven)) == ["--enable-expert-parallel on 3 ranks"]
     assert against(configuration(**uneven | {"enable_expert_parallel": False})) == []
+    tensor = {"data_parallel_size": 2, "tensor_parallel_size": 12, "enable_expert_parallel": True}
+    assert against(configuration(**tensor)) == ["--enable-expert-parallel on 24 ranks"]
     for even in ({"data_parallel_size": 4}, {"data_parallel_size": 2, "tensor_parallel_size": 4}, {"experts": 96}):
         assert against(configuration(**uneven | even)) == []
 
@@ -135,6 +145,11 @@ def test_a_drafter_that_no_device_has_is_refused_once(right_stack, monkeypatch):
     monkeypatch.setattr("npu_gptoss.serving.releases.vllm.DRAFTERS", ())
     drafter = {"speculative_config": SimpleNamespace(method="eagle3")}
     assert against(configuration(pipeline_parallel_size=2, **drafter)) == []
+
+
+@pytest.mark.parametrize(("python", "install"), [((3, 11), "3.2.0"), ((3, 12), "3.2.2")])
+def test_a_triton_without_a_wheel_for_this_python_is_not_advised(python, install):
+    assert f"triton-ascend=={install}`" in limits.triton_remedy(releases.ASCEND_RELEASES[1], python)
 
 
 @pytest.mark.parametrize("spelling", ["vllm-ascend", "vllm_ascend"])
@@ -169,11 +184,13 @@ def test_experts_that_no_graph_takes_are_refused_with_graphs_only(right_stack, m
 
 
 @pytest.mark.parametrize("mode", [None, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY])
-def test_asynchronous_scheduling_is_refused_with_graphs_only(right_stack, mode):
+def test_asynchronous_scheduling_is_refused_with_graphs_only(right_stack, monkeypatch, mode):
     assert against(configuration(async_scheduling=True, cudagraph_mode=mode)) == ["--async-scheduling"]
     assert against(configuration(cudagraph_mode=mode)) == []
     assert against(configuration(async_scheduling=True, cudagraph_mode=mode, enforce_eager=True)) == []
     assert against(configuration(async_scheduling=True, cudagraph_mode=CUDAGraphMode.NONE)) == []
+    monkeypatch.setattr(ascend_0_11, "REPLAYS_IN_ORDER", True)  # as on 0.23
+    assert against(configuration(async_scheduling=True, cudagraph_mode=mode)) == []
 
 
 @pytest.mark.parametrize(
@@ -234,6 +251,9 @@ def test_a_user_whose_sizes_end_below_a_step_is_told_once(caplog):
         config = configuration(**given)
         sizes.cap(config)
         limits.choose_graphs(config)
+    few = configuration(**short[0])  # whose steps have no more tokens
+    few.scheduler_config.max_num_batched_tokens = 8
+    limits.choose_graphs(few)
     assert caplog.messages == []
     for given in short:
         config = configuration(**given)
@@ -280,7 +300,8 @@ def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeyp
     assert two is given(8, 128) is given(4, 128) is eight
     assert any(kept is four for kept in captured._workspaces)
     assert given(1, None) is eight, "calls run one by one and share it"
-    assert asked == [4, 8, 2, 1], "once for each size"
+    assert given(6, 128) is eight, "larger than the first, and than the last is what counts"
+    assert asked == [4, 8, 2, 1, 6], "once for each size"
 
 
 @pytest.mark.usefixtures("no_workspaces")
@@ -299,6 +320,10 @@ def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
     assert brought.numel() * brought.element_size() >= 100 << 20
     assert captured.workspace(query, 128) is brought, "calls run one by one and share it"
     monkeypatch.setattr(captured.importlib.metadata, "version", lambda name: "2.7.1.post2")
+    with pytest.raises(RuntimeError, match="not supported"):
+        captured.workspace({"query": torch.empty(8, 8, 64)}, None)
+    monkeypatch.setattr(captured.importlib.metadata, "version", lambda name: "2.7.1")
+    monkeypatch.setattr(ascend_0_11, "WORKSPACE", None)  # as on 0.23
     with pytest.raises(RuntimeError, match="not supported"):
         captured.workspace({"query": torch.empty(8, 8, 64)}, None)
 

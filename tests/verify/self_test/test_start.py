@@ -44,6 +44,44 @@ def test_right_card_starts_without_a_log_line(caplog):
     assert caplog.records == []
 
 
+def test_heads_that_are_merged_wrongly_are_kept_apart_from_the_start_on(caplog):
+    with ascend_ops.ascend(defects=frozenset({"merged-heads"})):
+        attention(WHOLE)
+    assert ascend.heads_kept_apart()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_wrong_norms_end_the_start_without_another_kernel():
+    with (
+        ascend_ops.ascend(defects=frozenset({"narrow-norm"})),
+        pytest.raises(InputError, match="projections or norms compute wrong") as refusal,
+    ):
+        start_check.around(WHOLE)
+    assert "small_ops" not in str(refusal.value)
+
+
+def test_the_check_has_the_sizes_of_this_rank(monkeypatch):
+    monkeypatch.setattr(start_check, "expert_share", lambda config: (2, (4, 8)))
+    hf = SimpleNamespace(hidden_size=96, intermediate_size=64, num_local_experts=16)
+    model = SimpleNamespace(
+        dtype=BF16, hf_config=hf, get_num_attention_heads=lambda parallel: 8, get_num_kv_heads=lambda parallel: 2
+    )
+    rank = start_check._rank(SimpleNamespace(model_config=model, parallel_config=None), CPU)
+    assert rank == Rank(CPU, BF16, start_check.REPEATS, 96, 32, 16, (4, 8), 8, 2, short=True)
+
+
+@pytest.mark.parametrize("device", ["npu:0", "npu:1"])
+def test_no_check_of_the_card_is_passed_over_at_the_start(device, monkeypatch):
+    asked = []
+    for name in ("dispatch", "routed", "around", "tell_what_was_seen"):
+        monkeypatch.setattr(start_check, name, lambda *given, name=name: asked.append(name))
+    monkeypatch.setattr(start_check, "_rank", lambda config, device: WHOLE)
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(empty_cache=lambda: asked.append("freed")), raising=False)
+    place = torch.device(device.replace("npu", "cuda"))  # torch_npu's name of a device is not known here
+    start_check.rest("config", place)
+    assert asked == ["dispatch", "routed", "around", "freed", *(["tell_what_was_seen"] if place.index == 0 else [])]
+
+
 @pytest.mark.parametrize(
     ("check", "cann", "defect", "variable", "source"),
     [
