@@ -61,7 +61,7 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(params=["cpu", *OTHERS])
+@pytest.fixture
 def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Started]:
     server = Started(Stack(request.param), model, tmp_path / "log").start()
     try:
@@ -70,6 +70,7 @@ def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iter
         serve_here.stop(server.process)
 
 
+@pytest.mark.parametrize("started", ["cpu", *OTHERS], indirect=True)
 def test_a_signal_under_load_answers_every_client(started, monkeypatch):
     """Stock: /health says 200 for ever; the clients are never answered and the server waits for them."""
     monkeypatch.setenv("PORT", str(started.port))
@@ -112,6 +113,8 @@ def told_to_stop(started: Started, stop: Callable[[], None]) -> None:
     assert wait_for(lambda: not any(map(is_running, started.below)), 5)
 
 
+# test_outliving.py: on vLLM 0.11
+@pytest.mark.parametrize("started", [pytest.param("cpu", marks=pytest.mark.long), *OTHERS], indirect=True)
 def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -> None:
     """Stock: exit status 0, which a supervisor takes for a regular end."""
     requests = started.busy()

@@ -42,7 +42,11 @@ print(drafts == [[3, 4]], torch.get_num_threads() > 1, len(search.signatures) - 
 """
 
 
-@pytest.mark.parametrize("without", ["", "ngram-threads,ngram-warm-up"], ids=["repaired", "stock"])
+@pytest.mark.parametrize(
+    "without",
+    ["", pytest.param("ngram-threads,ngram-warm-up", marks=pytest.mark.long)],
+    ids=["repaired", "stock"],
+)
 def test_ngrams_give_torch_no_threads_and_compile_in_no_step(without: str) -> None:
     variables = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "3", "NPU_GPTOSS_SKIP_PATCHES": without}
     done = subprocess.run(

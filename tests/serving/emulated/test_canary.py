@@ -43,7 +43,7 @@ def test_a_replay_that_does_not_wait_for_the_last_is_seen(serve_9_1, expected):
     ("cann", "machine", "spoil", "how"),
     [
         ("9.1", {"defects": ["first-replay"]}, None, "is not finite"),
-        ("9.1", {}, "block_table_rebound", r"differs by [\d.]+ of the logits"),
+        pytest.param(*("9.1", {}, "block_table_rebound", r"differs by [\d.]+ of the logits"), marks=pytest.mark.long),
         ("8.3", WORKSPACE, "block_table_rebound", r"differs by [\d.]+ of the logits"),
     ],
 )

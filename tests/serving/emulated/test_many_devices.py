@@ -36,7 +36,8 @@ def expected_of_wide(wide: Path) -> Any:
     return of_oracle(load_oracle(wide))
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.long] * (how != "TP=4")) for how in LAYOUTS])
+@pytest.mark.long  # of two devices, test_two_devices.py
+@pytest.mark.parametrize("how", LAYOUTS)
 def test_many_devices_equal_transformers_in_float32(how, serve, wide, expected_of_wide):
     rounds = [turn((5,), seed=3), turn((1, 2, 127, 128, 300)), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
     # vLLM sets 4 GiB of the host aside for each device, which eight of them would not have here

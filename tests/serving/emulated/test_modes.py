@@ -96,10 +96,11 @@ MODES: dict[tuple[str, str], tuple[dict[str, Any], int, int]] = {
     ("9.1", "full decode graphs"): ({}, 1, 1),
     ("9.1", "full and piecewise"): ({"options": FULL_AND_PIECEWISE}, PIECES + 1, 1),
 }
+LONG = "eager", "full and piecewise"  # the steps of the others, and their warm-up, run without graphs too
 
 
 @pytest.mark.parametrize(
-    ("cann", "mode"), [pytest.param(*how, marks=[pytest.mark.long] * ("full and" in how[1])) for how in MODES]
+    ("cann", "mode"), [pytest.param(*how, marks=[pytest.mark.long] * (how[1] in LONG)) for how in MODES]
 )
 def test_every_mode_equals_transformers_in_float32(cann, mode, serve_on, expected):
     """Replays the graphs of the start in every decode step, and keeps a narrowed choice in a batch with free ones."""

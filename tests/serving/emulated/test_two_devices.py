@@ -45,10 +45,9 @@ NOT_CAPTURED = {
     "DP=2": DIVERGING,
     "DP=2, experts in parallel": DIVERGING,
 }
-# in `make test`: each layout once in each mode
+# in `make test`: each layout once
 SHORT = {
     ("8.3", "eager"): ("TP=2",),
-    ("8.3", "piecewise"): ("TP=2, experts in parallel",),
     ("8.3", "full decode graphs"): ("TP=2, experts in parallel", "PP=2", "DP=2, experts in parallel"),
     ("9.1", "full decode graphs"): ("TP=2, experts in parallel",),
 }

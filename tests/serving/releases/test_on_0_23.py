@@ -19,8 +19,11 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 @pytest.mark.parametrize(
     ("chosen", "least"),
-    [("not emulated and not slow", 100), pytest.param("not emulated and slow", 2, marks=pytest.mark.long)],
-    ids=["short ones", "slow ones"],
+    [
+        ("not emulated and not (slow or long)", 800),
+        pytest.param("not emulated and (slow or long)", 3, marks=pytest.mark.long),
+    ],
+    ids=["short ones", "long ones"],
 )
 def test_the_tests_of_release_0_23_pass(chosen: str, least: int) -> None:
     machine = Machine("9.1")
@@ -36,4 +39,4 @@ def test_the_tests_of_release_0_23_pass(chosen: str, least: int) -> None:
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "needs vLLM 0.23" not in done.stdout, "a file was skipped"
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > least
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= least
