@@ -268,7 +268,7 @@ def stop(process: subprocess.Popen[bytes], patience: float | None = None) -> Non
         patience = envs.get("NPU_GPTOSS_DRAIN_SECONDS") + PATIENCE
     try:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)  # a script's background commands ignore SIGINT, and so would their own
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
     finally:  # also when a second Ctrl-C ends the waiting

@@ -289,7 +289,7 @@ def test_the_proxy_is_not_asked_for_a_server_on_this_machine(tmp_path: Path, mon
 
 STUBBORN = f"""
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "{SLEEPS}"])
 print(child.pid, flush=True)
 time.sleep(60)
@@ -304,6 +304,17 @@ def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
         serve_here.stop(process, patience=0.5)
     assert process.returncode == -signal.SIGKILL
     assert wait_for(lambda: not is_running(child), 5)
+
+
+def test_a_server_started_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
+    """A shell without job control has its background commands ignore SIGINT, and their own commands inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with started(tmp_path / "log", "-c", SLEEPS) as process:
+            serve_here.stop(process, patience=30)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_the_printed_request_survives_the_shell() -> None:
