@@ -338,6 +338,8 @@ def test_the_probes_workspace_comes_back_while_the_model_loads(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
     captured.set_aside()
     assert (captured._workspaces, freed) == ([], [1])
+    with pytest.raises(AssertionError, match="not taken up"):  # the KV cache would get its memory
+        captured.workspace({"query": torch.empty(4, 8, 64)}, 128)
     captured.take_up(torch.device("cpu"))
     (found,) = captured._workspaces
     assert len(found) == 800

@@ -161,8 +161,7 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         if trace_flag and splitting_attention is not None:
             splitting_attention(query, key, value, output, layer.layer_name)
             return output
-        # without metadata: profiling, and the capture of the pieces around attention
-        if attn_metadata is None or not captured.capturing(get_forward_context()):
+        if not captured.capturing(get_forward_context()):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         key_cache, value_cache = kv_cache
         query = self.store(query, key, value, key_cache, value_cache, attn_metadata)

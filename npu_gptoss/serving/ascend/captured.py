@@ -81,7 +81,8 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
 
     from npu_gptoss.serving.releases.ascend import WORKSPACE
 
-    take_up(arguments["query"].device)
+    if _set_aside:
+        raise AssertionError("the workspace of the start's probe was not taken up while the model was loaded")
     asked = (window, arguments["query"].shape[0])
     if asked not in _asked:
         try:
