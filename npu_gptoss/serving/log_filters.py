@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import resource
+from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 from npu_gptoss.errors import short
 
@@ -24,10 +26,16 @@ def drop(_: logging.LogRecord) -> bool:
 
 
 def without_secrets(record: logging.LogRecord) -> bool:
-    """Hides the keys among the arguments that vLLM logs at start."""
+    """Hides the keys among the arguments that vLLM logs at start: a dict's, or those of `run-batch`, a Namespace's."""
     if isinstance(record.args, dict):
-        record.args = record.args | {name: "***" for name in SECRET if record.args.get(name) is not None}
+        record.args = _hidden(record.args)
+    elif record.args and isinstance(record.args[0], Namespace):
+        record.args = (Namespace(**_hidden(vars(record.args[0]))),)
     return True
+
+
+def _hidden(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {name: "***" for name in SECRET if given.get(name) is not None}
 
 
 def in_one_line(record: logging.LogRecord) -> bool:
@@ -53,6 +61,7 @@ FILTERS: tuple[tuple[str, str, Change], ...] = (
     (f"{_API}.serving_responses {_API}.responses.serving", "For gpt-oss, we ignore --enable-auto-tool-choice", drop),
     ("vllm.utils vllm.utils.system_utils", "Found ulimit of ", drop),  # `open_more_files` has raised it
     ("vllm.entrypoints.utils vllm.entrypoints.serve.utils.api_utils", "non-default args: ", without_secrets),
+    ("vllm.entrypoints.cli.run_batch", "args: ", without_secrets),
     (f"{_API}.serving_completion {_API}.serving_tokenization", "Error in preprocessing prompt inputs", in_one_line),
     (f"{_API}.serving_completion {_API}.completion.serving", "", unless_stopping),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import logging
 import resource
@@ -71,6 +72,13 @@ def test_key_on_the_command_line_is_in_the_log(module: str) -> None:
     assert line == "INFO non-default args: {'api_key': '***', 'hf_token': '***', 'seed': 7}"
     assert given["api_key"] == ["k3y", "k3y2"], "the keys in force"
     assert written(module, logging.INFO, "non-default args: %s", {}) == "INFO non-default args: {}"
+
+
+def test_token_of_a_batch_file_is_in_the_log() -> None:
+    given = argparse.Namespace(hf_token="k3y", seed=7)
+    line = written("vllm.entrypoints.cli.run_batch", logging.INFO, "args: %s", given)
+    assert line == "INFO args: Namespace(hf_token='***', seed=7)"
+    assert given.hf_token == "k3y", "the token in force"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,17 @@ from typing import Any
 
 from npu_gptoss.frontend import chat
 from npu_gptoss.frontend.engine import Piece
-from npu_gptoss.serving.compat.server.shutdown import engine_ended
 from npu_gptoss.serving.openai import intake
 from npu_gptoss.serving.openai.engine import Started, encoder_of, facts_of, start, use
-from npu_gptoss.serving.openai.errors import failure, log_failure, of_the_request, printing, refusal, unknown_model
+from npu_gptoss.serving.openai.errors import (
+    failed,
+    failure,
+    log_failure,
+    of_the_request,
+    printing,
+    refusal,
+    unknown_model,
+)
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 
@@ -35,8 +42,8 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return answer.stream(started.outputs, started.step, functools.partial(_last_lines, answer, raw_request))
     try:
         found = await answer.whole(started.outputs, started.step)
-    except engine_ended() as error:  # vLLM answers it with 500
-        return failure(error)
+    except Exception as error:  # vLLM 0.11 answers each with 500, and `vllm run-batch` ends with all its answers
+        return failed("a chat failed", error)
     use(raw_request, answer.counts)
     return answer_object(names.ChatCompletionResponse, found, raw_request)
 
@@ -68,8 +75,8 @@ async def create_batch(original: Callable[..., Any], self: Any, request: Any, ra
         return refusal(error)
     try:
         found = await asyncio.gather(*(answer.whole(started.outputs, started.step) for started, answer in begun))
-    except engine_ended() as error:
-        return failure(error)
+    except Exception as error:
+        return failed("a batch of chats failed", error)
     whole = {**found[0], "id": base, "choices": [c for one in found for c in one["choices"]]}
     whole["choices"] = [choice | {"index": index} for index, choice in enumerate(whole["choices"])]
     counts = {name: sum(answer.counts[name] for _, answer in begun) for name in begun[0][1].counts}

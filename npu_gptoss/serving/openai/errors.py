@@ -91,8 +91,18 @@ def failure(error: Exception) -> Any:
         return refused(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
     if isinstance(error, of_the_request()):
         return refusal(error)
-    status = int(getattr(error, "status_code", HTTPStatus.INTERNAL_SERVER_ERROR))
-    return refused(escaped(str(error), 1000) or type(error).__name__, status=status)
+    # vLLM's errors name it so, or so: a full queue of 0.33 (--max-num-queued-reqs) is 503
+    status = getattr(error, "status_code", None) or getattr(error, "http_status", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return refused(escaped(str(error), 1000) or type(error).__name__, status=int(status))
+
+
+def failed(what: str, error: Exception) -> Any:
+    """Returns the error in the place of a whole answer, and logs a fault of ours; a server that ends or is full, 503,
+    is none."""
+    known = failure(error)
+    if known.error.code == HTTPStatus.INTERNAL_SERVER_ERROR:
+        log_failure(what, error)
+    return known
 
 
 def misread(errors: Sequence[Any], body: Any = None) -> Refusal:

@@ -14,7 +14,7 @@ from npu_gptoss.frontend import messages
 from npu_gptoss.harmony.encoding import ContextError
 from npu_gptoss.serving.openai import intake
 from npu_gptoss.serving.openai.engine import encoder_of, facts_of, start, use
-from npu_gptoss.serving.openai.errors import failure, log_failure, refused
+from npu_gptoss.serving.openai.errors import failed, failure, log_failure, refused
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 
@@ -73,9 +73,7 @@ def _last_event(answer: messages.Answer, raw_request: Any, error: Exception | No
 
 def _failed(error: Exception) -> Any:
     """Returns the answer to a request that raised this error."""
-    known = failure(error).error
-    if known.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        log_failure("a message failed", error)
+    known = failed("a message failed", error).error
     return _refused(messages.context_words(error) if isinstance(error, ContextError) else known.message, known.code)
 
 

@@ -16,11 +16,10 @@ from typing import Any
 
 from npu_gptoss.frontend import responses
 from npu_gptoss.frontend.response_items import Conversation
-from npu_gptoss.serving.compat.server.shutdown import engine_ended
 from npu_gptoss.serving.openai import intake
 from npu_gptoss.serving.openai.engine import Started, facts_of, start, use
 from npu_gptoss.serving.openai.errors import (
-    failure,
+    failed,
     log_failure,
     of_the_request,
     printing,
@@ -88,8 +87,8 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return work.events()
     try:
         return await work.whole()
-    except (ValueError, engine_ended()) as error:
-        return failure(error)
+    except Exception as error:
+        return failed("a response failed", error)
 
 
 def _finder(self: Any) -> Callable[[str], Mapping[str, Any] | None]:

@@ -70,8 +70,9 @@ def test_the_last_line_is_the_reason_of_the_first_process(tmp_path: Path, method
     assert file.read_text().count("Traceback") == 2
 
 
-def test_a_refusal_is_one_line_without_a_file(tmp_path: Path) -> None:
-    assert ended(tmp_path, "spawn", "refused") == ["vllm serve: --dtype half: no; use another."]
+@pytest.mark.parametrize("command", ["serve", "run-batch"])
+def test_a_refusal_is_one_line_without_a_file(tmp_path: Path, command: str) -> None:
+    assert ended(tmp_path, "spawn", "refused", command) == [f"vllm {command}: --dtype half: no; use another."]
     assert list(tmp_path.glob("npu-gptoss-*.txt")) == []
 
 
@@ -89,6 +90,7 @@ def test_a_program_that_uses_vllm_keeps_its_tracebacks(tmp_path: Path) -> None:
 
 def test_a_folder_that_takes_no_file_loses_no_traceback(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setenv(ends.FILE, str(tmp_path / "not there" / "file.txt"))
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve"])
     error = RuntimeError("it broke")
     ends._end(RuntimeError, error, None)
     said = capsys.readouterr().err

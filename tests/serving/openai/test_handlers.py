@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.serving.compat.server.failed_requests import RequestRefused
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.openai import chat, engine, intake, responses
 from npu_gptoss.serving.openai.release import release
@@ -71,6 +72,23 @@ def test_answer_that_the_engines_end_took_may_not_be_asked_for_again(serving: An
     serving.error = error
     answer = ask(serving, api)
     assert (answer.error.code, answer.error.message) == (503, str(error))
+
+
+class Full(Exception):
+    """As a full queue of vLLM 0.33 (--max-num-queued-reqs), which is no error of the server."""
+
+    http_status = 503
+
+
+@pytest.mark.parametrize("api", [chat, responses])
+@pytest.mark.parametrize(
+    ("error", "status"), [(RequestRefused("no such token"), 400), (RuntimeError("it broke"), 500), (Full("busy"), 503)]
+)
+def test_request_that_fails_in_the_engine_ends_a_batch_file(serving: Any, api: Any, error: Any, status: int) -> None:
+    """Raised, vLLM 0.11's `run-batch` ends with every other answer, and its routes answer each with 500."""
+    serving.error = error
+    answer = ask(serving, api)
+    assert (answer.error.code, answer.error.message) == (status, str(error))
 
 
 def test_missing_response_does_not_say_how_responses_are_stored(serving: Any) -> None:

@@ -160,7 +160,7 @@ def install_input(module: ModuleType) -> None:
     "request-steps",
     f"{CORE}:EngineCore.step .step_with_batch_queue",
     releases=BOTH,
-    upstream="vllm PR 47312, for grammars",
+    upstream="vllm PR 47312",
     until="0.33",
 )
 def install_steps(module: ModuleType) -> None:

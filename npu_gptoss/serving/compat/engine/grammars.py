@@ -88,7 +88,7 @@ class GuardedGrammar:
 @repair("grammar-errors", f"{MANAGER}.{COMPILING[0]}", upstream="vllm PR 47312", until="0.33")
 @repair("grammar-errors", f"{MANAGER}.{COMPILING[1]}", releases="0.23", upstream="vllm PR 47312", until="0.33")
 def install_guard(module: ModuleType) -> None:
-    """A grammar that does not compile, or raises later, ends the engine."""
+    """A grammar that does not compile, or raises, ends the engine."""
     from vllm.v1.structured_output.request import StructuredOutputRequest
 
     manager = module.StructuredOutputManager

@@ -191,7 +191,6 @@ def install_control(module: ModuleType) -> None:
     COMPILES,
     "vllm.v1.structured_output.backend_guidance:GuidanceBackend.compile_grammar",
     releases=ALL,
-    upstream="none",
     until="vLLM bounds the white space of JSON",
 )
 def install_space(module: ModuleType) -> None:

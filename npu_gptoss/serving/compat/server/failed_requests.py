@@ -101,7 +101,7 @@ def _end(processor: Any, state: Any, output: Any, error: Exception) -> list[str]
 
 @repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", until="0.23")
 def install_sending(module: ModuleType) -> None:
-    """A request that cannot be sent to the engine gets an empty error message, and its other samples go on."""
+    """A request that cannot be sent gets an empty error message, and its other samples go on."""
     engine = module.AsyncLLM
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
 

@@ -142,7 +142,7 @@ def _beat(reference: Callable[[], Any]) -> None:
     until=UNTIL,
 )
 def install_engine(core: ModuleType) -> None:
-    """The server knows neither whether its engine answers nor why it died."""
+    """The server knows neither that its engine hangs nor why it died."""
     proc = core.EngineCoreProc
     expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
     expect_source(proc._process_engine_step, "self.step_fn()")

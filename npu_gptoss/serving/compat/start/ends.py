@@ -85,9 +85,15 @@ REMEDY = "Correct or leave out the option or variable that it is about; `npu-gpt
 _process: int | None = None  # in which the hooks are installed
 
 
+def command() -> str:
+    """Returns the command of vLLM's that the user started with this process; empty for a program that uses vLLM."""
+    if Path(sys.argv[0]).name == "api_server.py":
+        return "vllm serve"
+    return f"vllm {sys.argv[1]}" if sys.argv[1:2] in (["serve"], ["run-batch"]) else ""
+
+
 def serves() -> bool:
-    """Returns whether the user started a server with this process, and not a program that uses vLLM."""
-    return sys.argv[1:2] == ["serve"] or Path(sys.argv[0]).name == "api_server.py"
+    return command() == "vllm serve"
 
 
 def serves_in_rust() -> bool:
@@ -98,11 +104,11 @@ def serves_in_rust() -> bool:
 
 
 def install() -> None:
-    """Installs the hooks of this process of `vllm serve`; called in each. A second call does nothing."""
+    """Installs the hooks of this process of `vllm serve` or `run-batch`; called in each. A second call does nothing."""
     global _process
     if _process == os.getpid():
         return
-    if multiprocessing.parent_process() is None and serves():
+    if multiprocessing.parent_process() is None and command():
         name = f"npu-gptoss-{os.getpid()}-{secrets.token_hex(4)}.txt"
         os.environ[FILE] = str(Path(tempfile.gettempdir()) / name)
         sys.excepthook = _end
@@ -170,7 +176,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
             sys.__excepthook__(kind, error, trace)
         else:
             print(_where(), file=sys.stderr)
-    print(f"vllm serve: {first or sentence(error)}", file=sys.stderr, flush=True)
+    print(f"{command()}: {first or sentence(error)}", file=sys.stderr, flush=True)
 
 
 def _where() -> str:
