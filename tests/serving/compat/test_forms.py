@@ -11,7 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import transformers
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
@@ -62,6 +66,25 @@ def test_form_is_not_read_differently_by_vllm(form: Form, bases: Path, tmp_path:
     assert len(list(accounted(loaded, config, folder))) == len(expected_tensors(config))
     assert tokenizer.encode(TEXT) == [0, 7, 1]
     assert tokenizer.decode([0, 1]) == "alpha beta"
+
+
+def test_hub_is_asked_about_a_tokenizer_in_a_folder(bases: Path, tmp_path: Path, patched, monkeypatch) -> None:
+    """By transformers 5, for a vocabulary of the published size: it refuses a path, and without network a name."""
+
+    def asked(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("huggingface_hub.model_info", asked)
+    if transformers.__version__ >= "5":  # 4 has no such file
+        monkeypatch.setattr("transformers.tokenization_utils_tokenizers.is_offline_mode", lambda: False)
+    folder = next(form for form in FORMS if form.served).written(tmp_path / "model", bases)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(100_001)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    with patched(*REPAIRS):
+        made = AutoTokenizer.from_pretrained(str(folder))
+    assert made.name_or_path == str(folder)
+    assert made.encode("w7 w9") == [7, 9]
 
 
 TOKENIZER, MAP = "tokenizer_config.json", "special_tokens_map.json"

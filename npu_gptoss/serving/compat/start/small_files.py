@@ -94,7 +94,9 @@ def install_tokenizer(module: ModuleType) -> None:
         given = {name: value for name, value in options.items() if name not in _OF_LOADING}
         text, _ = chat_template(file.parent)
         settings = {"chat_template": text or None, "model_input_names": ["input_ids", "attention_mask"]}
-        made = PreTrainedTokenizerFast(tokenizer_file=str(file), name_or_path=str(args[0]), **settings | given)
+        made = PreTrainedTokenizerFast(tokenizer_file=str(file), **settings | given)
+        # not an argument: by it transformers 5 asks the hub whether this is a tokenizer of Mistral's, also for a path
+        made.name_or_path = str(args[0])
         for name, token in _named_tokens(file.parent, made.backend_tokenizer).items():
             if name not in given:
                 setattr(made, name, token)
