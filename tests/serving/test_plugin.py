@@ -18,11 +18,15 @@ from vllm import ModelRegistry, envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import quantization as vllm_quantization
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.platforms import current_platform
 
 from npu_gptoss import plugin
 from npu_gptoss.errors import InputError, Refusal
-from npu_gptoss.serving import limits, platform, quantization, releases
+from npu_gptoss.serving import aside, limits, platform, quantization, releases
 from npu_gptoss.serving.ascend import limits as ascend_limits
+from npu_gptoss.serving.ascend import sizes
+from npu_gptoss.serving.cuda import limits as cuda_limits
+from npu_gptoss.serving.releases import cpu_0_11, vllm_0_11
 from tests.checkpoints import new_checkpoint, random_config
 from tests.refused import refused
 from tests.serving.conftest import run
@@ -361,6 +365,66 @@ def test_a_flag_that_nobody_gave_is_not_refused(written: dict[str, str], named: 
 def test_options_that_vllm_may_refuse_first_are_refused_too(change: dict[str, Any], option: str) -> None:
     assert limits.objections(configuration(), "cpu") == []
     assert [refusal.asked for refusal in limits.objections(configuration(**change), "cpu")] == [option]
+
+
+@pytest.mark.parametrize("device", ["npu", "cpu", "cuda"])
+def test_what_a_gpu_alone_has_is_refused_elsewhere(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    for limits_of_device in (ascend_limits, cuda_limits):
+        monkeypatch.setattr(limits_of_device, "checks", lambda config: [])
+    adapters = configuration()
+    adapters.lora_config = SimpleNamespace()
+    asked = [configuration(cache_dtype="bfloat16"), configuration(cache_dtype="fp8"), adapters]
+    found = [[refusal.option for refusal in limits.objections(config, device)] for config in asked]
+    assert found == ([[], [], []] if device == "cuda" else [[], ["--kv-cache-dtype"], ["--enable-lora"]])
+
+
+@pytest.mark.parametrize(
+    ("device", "ours", "asked"),
+    [
+        ("npu", True, ["limits", "steps", "sizes", "graphs", "vllm's"]),
+        ("cuda", True, ["limits", "steps", "graphs of a GPU", "vllm's"]),
+        ("cpu", True, ["limits", "steps", "operators", "vllm's"]),
+        ("npu", False, ["vllm's"]),
+    ],
+)
+def test_nothing_is_left_out_before_vllm_updates_its_configuration(monkeypatch, device, ours, asked) -> None:
+    """Without its sizes a 910B captures for minutes, and without its mode it replays pieces."""
+    found: list[str] = []
+
+    def says(name: str) -> Callable[..., None]:
+        return lambda *_: found.append(name)
+
+    known = type("Known", (), {"verify_and_update_config": staticmethod(says("vllm's"))})
+    monkeypatch.setitem(MODELS_CONFIG_MAP, "Gpt", known)
+    monkeypatch.setattr(type(current_platform), "device_type", device)
+    monkeypatch.setattr(aside, "stepped_aside", lambda: not ours)
+    monkeypatch.setattr(limits, "checked_config", says("limits"))
+    monkeypatch.setattr(vllm_0_11, "count_steps", says("steps"))
+    monkeypatch.setattr(sizes, "cap", says("sizes"))
+    monkeypatch.setattr(ascend_limits, "choose_graphs", says("graphs"))
+    monkeypatch.setattr(cuda_limits, "choose_graphs", says("graphs of a GPU"))
+    monkeypatch.setattr(cpu_0_11, "choose_operators", says("operators"))
+    for _ in range(2):  # vLLM loads plugins more than once
+        limits.register("Gpt")
+    MODELS_CONFIG_MAP["Gpt"].verify_and_update_config(None)
+    assert found == asked
+
+
+def test_a_broken_config_hides_no_refused_option() -> None:
+    config = configuration(dtype=torch.float16, hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "llama"}))
+    with pytest.raises(InputError) as caught:
+        limits.checked_config(config)
+    options = [refusal.option for refusal in caught.value.refusals]
+    assert options[0] == "--dtype"
+    assert len(options) > 1
+
+
+def test_another_class_is_refused_for_gpt_oss_alone() -> None:
+    for model_type, architecture in (("qwen3", "Qwen3ForCausalLM"), ("gpt_oss", plugin.ARCHITECTURE)):
+        hf_config = SimpleNamespace(model_type=model_type)
+        limits.check_model(SimpleNamespace(hf_config=hf_config, architecture=architecture, model_impl="auto"))
+    with refused("--model-impl"):
+        limits.check_model(SimpleNamespace(hf_config=hf_config, architecture="Transformers", model_impl="x"))
 
 
 @pytest.mark.parametrize("layers", [(0, 2, 3), (2, 3, 5)])
