@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from npu_gptoss.dense.ascend import packed
+from npu_gptoss.dense.operations import ROTATE_WRITE, rotate_write_call
+from npu_gptoss.kernels import explain, platform_override
 
 HEADS = (8, 2, 2)
 
 
 def parts(rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    whole = torch.randn(rows, 64 * sum(HEADS))
+    whole = torch.randn(rows, 64 * sum(HEADS)).bfloat16()
     return whole, [part.view(rows, -1, 64) for part in whole.split([64 * heads for heads in HEADS], dim=-1)]
 
 
@@ -37,3 +39,10 @@ def test_columns_of_a_wider_tensor_are_not_taken_for_the_whole() -> None:
     _, (query, key, _) = parts(3)
     with pytest.raises(RuntimeError, match="parts of one tensor"):
         packed(query, key)
+
+
+def test_a_card_with_all_heads_of_the_published_models_launches_once() -> None:
+    """64 heads of queries and 8 each of keys and values; else five launches more a layer, and no word of it."""
+    call = rotate_write_call(torch.bfloat16, 64 + 2 * 8, torch.bfloat16, 64)
+    with platform_override("ascend", frozenset({"torch_npu", "triton_ascend"})):
+        assert explain(ROTATE_WRITE, *call).selected.solution == "triton_ascend"

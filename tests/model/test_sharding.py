@@ -75,6 +75,7 @@ def test_each_expert_lives_on_one_rank_at_the_index_of_its_weights() -> None:
     config = random_config(experts=8)
     maps = torch.stack([Shard(rank, 4, EXPERT).expert_map(config, torch.device("cpu")) for rank in range(4)])
     assert ((maps >= 0).sum(0) == 1).all()
+    assert (maps >= -1).all()
     assert maps.max(0).values.tolist() == [0, 1] * 4
     cut = shares("model.layers.0.mlp.experts.down_proj_bias", torch.arange(8)[:, None], 4, EXPERT)
     assert [part.flatten().tolist() for part in cut] == [(one >= 0).nonzero().flatten().tolist() for one in maps]
@@ -130,8 +131,9 @@ def test_layouts_are_named_as_records_have_them() -> None:
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
-    with refused("rank"):
-        Shard(2, 2)
+    for rank in (-1, 2):
+        with refused("rank"):
+            Shard(rank, 2)
     with refused("experts"):
         Shard(0, 2, "pipeline")
 

@@ -6,6 +6,7 @@ The operators check the contract of CANN 8.3 in strict mode, so a test that pass
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -62,6 +63,13 @@ def test_activation_is_one_operator_only_with_a_kernel_for_it(says):
         make_layer(5, BF16).run()
     names = [name for name, _ in calls]
     assert ("npu_clipped_swiglu" in names, "npu_swiglu" in names) == (known, not known)
+
+
+def test_a_wheel_without_the_activation_is_not_asked_for_it(monkeypatch):
+    with ascend_ops.ascend("8.5") as calls:
+        monkeypatch.delattr(sys.modules["torch_npu"], "npu_clipped_swiglu")
+        make_layer(5, BF16).run()
+    assert "npu_swiglu" in [name for name, _ in calls]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
