@@ -228,3 +228,21 @@ def test_requests_that_pad_a_full_graph_of_0_23_are_not_counted() -> None:
     assert vllm_0_23.host_lengths(mixed) == ((0, 40, 41), (40, 7))
     with pytest.raises(RuntimeError, match="--async-scheduling"):
         vllm_0_23.host_lengths(common([0, 1], None, requests=1, tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seqs", "ranks", "rows"),
+    [([64, 8, 1], 256, 1, 64), ([64, 8, 1], 256, 3, 22), ([], 600, 1, 512), ([], 9, 2, 5)],
+)
+@pytest.mark.parametrize("release", [ascend_0_11, ascend_0_23])
+def test_the_buffer_of_dispatch_is_made_for_the_largest_step(release, sizes, seqs, ranks, rows) -> None:
+    """A smaller one ends an A3's first step with 561002. vLLM 0.11 lists its sizes from the largest on."""
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=None)
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        additional_config=None,
+    )
+    assert release.mc2_rows(config) == rows
