@@ -206,7 +206,8 @@ def main(arguments: list[str]) -> None:
         rules = json.loads(Path(arguments[place + 1]).read_text())
         del arguments[place : place + 2]
     os.environ["VLLM_PLUGINS"] = ",".join(("npu_gptoss", "npu_gptoss_cpu"))
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    os.environ.pop("HF_HUB_OFFLINE", None)  # as a user's: with it, nothing showed that a start asked the hub
     have_platform()
     from vllm.v1.engine.core_client import EngineCoreClient
 
