@@ -142,11 +142,6 @@ class Operation:
         found += [kwargs[key] for key in self.writes if isinstance(key, str) and key in kwargs]
         return list(leaves(found, kind))
 
-    def workspace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Bytes of device memory that a call takes in addition to its operands, as far as modelled."""
-        ask = getattr(self.function, "workspace", None)
-        return ask(*args, **kwargs) if ask is not None else 0
-
     def traffic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.Traffic | None:
         """Bytes moved, where they do not follow from the operands; None where they do."""
         measure = getattr(self.function, "traffic", None)

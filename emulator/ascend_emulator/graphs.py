@@ -132,7 +132,6 @@ def _on_meta(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """Runs, captures, queues or updates a call, by the state of the device's current stream."""
     stream = memory.raw_stream(device.index)
-    memory.take_workspace(operation.workspace(args, kwargs), device, stream)
     state = library.emulator_acquire(stream)
     if state == IDLE:
         try:

@@ -94,16 +94,6 @@ def _new(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tor
     return tensor
 
 
-_workspaces: dict[int, torch.Tensor] = {}  # of each stream
-
-
-def take_workspace(size: int, device: torch.device, stream: int) -> None:
-    """Allocates a kernel's workspace: torch_npu keeps one per stream, and replaces it by a larger one."""
-    if size and (stream not in _workspaces or _workspaces[stream].numel() < size):
-        _workspaces.pop(stream, None)
-        _workspaces[stream] = _new((size,), torch.uint8, device)
-
-
 _living: dict[int, tuple[int, int]] = {}  # address -> bytes and poison of the tensor that was allocated there
 
 

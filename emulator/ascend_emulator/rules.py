@@ -1,4 +1,4 @@
-"""The ninety-four rules for operators and graphs of an Ascend 910B, and their errors.
+"""The rules for operators and graphs of an Ascend 910B, and their errors.
 
 A rule describes calls that hardware, driver or host library refuses, leaves undefined, or runs at a cost. R81 to R91
 belong to graph capture and replay; `emulator/ops` raises the others. `versions` are the CANN releases with the rule;
@@ -112,7 +112,6 @@ RULES: dict[int, Rule] = {
             (49, "x and weight share one dtype in every list."),
             (50, "act_type works for per-token int8 only."),
             (51, "K and the contiguous axis are at most 65535, lists at most 128 long."),
-            (52, "Weight-only needs ND weights, scale and offset of x's dtype, per channel or (int4) per even group."),
             (53, "FRACTAL_NZ weights are aligned: 16x16 for 16-bit, 16x32 for int8, 16x64 for int4."),
             (54, "A 910B has no 8-bit or 4-bit float type."),
             (55, "While capturing, groups are never read on the host."),
@@ -130,7 +129,6 @@ RULES: dict[int, Rule] = {
             (61, "permute and unpermute take no padding, k up to 512, and matching sizes."),
             (62, "finalize_routing takes bias and scales of the rows' dtype, and options that belong together."),
             (63, "compute_expert_tokens takes a one-dimensional int32 tensor."),
-            (64, "The fused grouped matmuls are for int8 and int4 only, without bias, N up to 10240, NZ weights."),
             (65, "Dispatch and combine take few rows, and ranks by card and CANN (ops/moe_distribute.py)."),
             (94, "The group's buffer (HCCL_BUFFSIZE) holds what dispatch may send; an A2 writes past its end."),
         ),
@@ -139,7 +137,6 @@ RULES: dict[int, Rule] = {
             (66, "npu_clipped_swiglu does not exist before torch_npu 2.7.1.post2.", ONLY_8_3),
             (67, "clipped_swiglu takes a contiguous tensor of rank 2 or more, even along dim, int64 group counts."),
             (68, "swiglu needs an even size along dim."),
-            (69, "dequant_swiglu_quant needs its scales, dynamic quantisation with groups, and an aligned width."),
             (70, "add_rms_norm takes three tensors of one dtype, equal shapes, no empty dimension, epsilon >= 0."),
             (71, "rms_norm knows five dtype pairs of x and gamma."),
             (72, "apply_rotary_pos_emb on CANN 8.3 takes head size 128 in four dimensions only.", ONLY_8_3),
@@ -151,9 +148,7 @@ RULES: dict[int, Rule] = {
         ),
         *_family(
             "low_bit",
-            (78, "weight_quant_batchmatmul takes two dimensions, groups of 32 up to K-1, matching scales."),
-            (79, "int4pack takes a contiguous int32 matrix of whole eights with values of four bits."),
-            (80, "A 910B has no MX or FP8 operator."),
+            (80, "A 910B has no FP8 operator."),
         ),
         *_family(
             "graph",

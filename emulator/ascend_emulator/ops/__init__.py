@@ -14,7 +14,6 @@ FAMILIES = (
     "fia",
     "formats",
     "grouped_matmul",
-    "grouped_matmul_fused",
     "low_bit",
     "moe_combine",
     "moe_distribute",

@@ -1,15 +1,12 @@
-"""Gated activations: plain swiglu, clipped swiglu (from CANN 8.5), and the activation between two int8 matmuls."""
+"""Gated activations: plain swiglu, and clipped swiglu (from CANN 8.5)."""
 
 from __future__ import annotations
 
 import torch
 from ascend_emulator.ops.table import kernel, name_of, poisoned, shape
-from ascend_emulator.rules import Call, Layer, NotEmulatedError
+from ascend_emulator.rules import Call, Layer
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-STATIC, DYNAMIC = 0, 1
-PLAIN, CLIPPED = 0, 1
-WIDEST_QUANTISED = 10496
 
 
 def _halved(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
@@ -94,84 +91,3 @@ def clipped_swiglu(
     rows = x.size(0) if group_index is None else min(int(group_index.sum()), x.size(0))
     out[:rows] = result[:rows].to(out.dtype)
     return out
-
-
-@kernel(
-    "npu::npu_dequant_swiglu_quant(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, "
-    "Tensor? bias=None, Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, "
-    "bool activate_left=False, int quant_mode=0, int swiglu_mode=0, float clamp_limit=7.0, float glu_alpha=1.702, "
-    "float glu_bias=1.0) -> (Tensor, Tensor)"
-)
-def dequant_swiglu_quant(
-    x: torch.Tensor,
-    *,
-    weight_scale: torch.Tensor | None = None,
-    activation_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    quant_scale: torch.Tensor | None = None,
-    quant_offset: torch.Tensor | None = None,
-    group_index: torch.Tensor | None = None,
-    activate_left: bool = False,
-    quant_mode: int = 0,
-    swiglu_mode: int = 0,
-    clamp_limit: float = 7.0,
-    glu_alpha: float = 1.702,
-    glu_bias: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [tokens, 2H] -> int8 [tokens, H], float32 scales [tokens]. swiglu_mode 1: clipped, even and odd entries."""
-    call = Call.of("npu_dequant_swiglu_quant", "aclnnDequantSwigluQuantV2")
-    call.require(
-        x.dtype in (torch.int32, torch.bfloat16, torch.float16) or call.context.stands_for(x.dtype, torch.bfloat16),
-        69,
-        f"x should be int32, bfloat16 or float16, got {name_of(x.dtype)}",
-        Layer.PARAMETER,
-    )
-    call.require(
-        x.dtype != torch.int32 or (weight_scale is not None and activation_scale is not None),
-        69,
-        f"int32 x needs weight_scale and activation_scale, got {shape(weight_scale)} and {shape(activation_scale)}",
-        Layer.PARAMETER,
-    )
-    call.require(
-        group_index is None or quant_mode == DYNAMIC,
-        69,
-        f"group_index {shape(group_index)} needs quant_mode 1 (dynamic), got {quant_mode}",
-        Layer.PARAMETER,
-    )
-    call.require(x.size(-1) % 2 == 0, 69, f"the last size of x should be even, got {shape(x)}", Layer.PARAMETER)
-    hidden = x.size(-1) // 2
-    call.require(
-        hidden % 64 == 0 and hidden <= WIDEST_QUANTISED,
-        69,
-        f"H should be a multiple of 64 and at most {WIDEST_QUANTISED}, got {hidden} in {shape(x)}",
-    )
-    out, scales = poisoned(_halved(x, -1), x, torch.int8), poisoned(x.shape[:-1], x, torch.float32)
-    if not call.context.execute:
-        return out, scales
-    if group_index is not None and group_index.numel() > 1:
-        raise NotEmulatedError("npu_dequant_swiglu_quant: the emulator has one group only")
-    values = x.float()
-    if weight_scale is not None:
-        values = values * weight_scale.float().reshape(1, -1)
-    if activation_scale is not None:
-        values = values * activation_scale.float().reshape(-1, 1)
-    if bias is not None:
-        values = values + bias.float().reshape(1, -1)
-    if swiglu_mode == CLIPPED:
-        result = clipped(values[..., ::2], values[..., 1::2], glu_alpha, clamp_limit, glu_bias)
-    else:
-        left, right = values.chunk(2, -1)
-        acted, other = (left, right) if activate_left else (right, left)
-        result = torch.nn.functional.silu(acted) * other
-    if quant_mode == STATIC:
-        result = result / (quant_scale.float() if quant_scale is not None else 1.0)
-        result = result + (quant_offset.float() if quant_offset is not None else 0.0)
-        out.copy_(result.round().clamp(-128, 127))
-        return out, scales
-    if quant_scale is not None:
-        result = result * quant_scale.float().reshape(1, -1)
-    rows = x.size(0) if group_index is None else min(int(group_index.sum()), x.size(0))
-    row_scale = (result.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    out[:rows] = (result / row_scale[..., None])[:rows].round().to(torch.int8)
-    scales[:rows] = row_scale[:rows]
-    return out, scales

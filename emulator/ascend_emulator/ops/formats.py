@@ -1,4 +1,4 @@
-"""Storage formats and dtypes of a 910B: npu_format_cast, FRACTAL_NZ weights, packed int4, and missing float types.
+"""Storage formats and dtypes of a 910B: npu_format_cast, FRACTAL_NZ weights, and missing float types.
 
 FRACTAL_NZ is only a tag here: numbers keep their logical order, and contracts ask `OpContext.format_of`.
 """
@@ -128,18 +128,3 @@ def format_cast_(input: torch.Tensor, acl_format: int, customize_dtype: int | No
 @kernel("npu::_npu_format_cast(Tensor input, int acl_format) -> Tensor")
 def inner_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
     return format_cast(input, acl_format)
-
-
-def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """[..., n] int32 -> [..., 8 n] int8 in [-8, 7], the lowest four bits first."""
-    shifts = torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32)
-    nibbles = (packed[..., None] >> shifts) & 15
-    return (nibbles - 16 * (nibbles > 7)).to(torch.int8).flatten(-2)
-
-
-def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """[..., 8 n] int32 -> [..., n] int32; keeps the low four bits of each value."""
-    shifts = torch.arange(0, 32, 4, device=values.device, dtype=torch.int64)
-    nibbles = (values.long() & 15).unflatten(-1, (-1, 8)) << shifts
-    total = nibbles.sum(-1)
-    return (total - (total > 0x7FFFFFFF) * (1 << 32)).to(torch.int32)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from ascend_emulator.ops import formats
-from ascend_emulator.ops import grouped_matmul_antiquant as antiquant
-from ascend_emulator.ops.table import Arguments, kernel, name_of, poison_, poisoned, shape, works_in
+from ascend_emulator.ops.table import Arguments, kernel, name_of, poison_, poisoned, shape
 from ascend_emulator.rules import Call, Layer, NotEmulatedError
 
 NO_GROUPS, SPLIT_M, SPLIT_K = -1, 0, 2
@@ -21,10 +20,8 @@ SINGLE_OUTPUT = (2, 3)
 WIDEST = 65535
 MOST_TENSORS = 128
 MOST_GROUPS = 1024
-INT4_PER_INT32 = 8
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-QUANTISED = (torch.int8, torch.int32)
 
 _COMMON = (
     "Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? offset=None, Tensor[]? antiquant_scale=None, "
@@ -39,13 +36,11 @@ _NEWER = {"x_dtype": 54, "weight_dtype": 54, "scale_dtype": 54, "per_token_scale
 
 @dataclass(frozen=True)
 class Shape:
-    """A legal single-weight call: M rows of K, E experts, N columns, and the weight's role."""
+    """A legal single-weight call: M rows, E experts, N columns."""
 
     rows: int
-    inner: int
     experts: int
     columns: int
-    weight_bits: int
 
 
 @kernel(
@@ -73,7 +68,7 @@ def grouped_matmul(a: Arguments) -> list[torch.Tensor]:
     if a.group_type == NO_GROUPS:
         return _one_by_one(call, a)
     found = _check_single(call, a)
-    _check_dtypes(call, a, found, nz)
+    _check_dtypes(call, a, found)
     if nz:
         formats.check_nz_weight(call, a.weight[0])
     if a.group_type == SPLIT_K:
@@ -85,13 +80,10 @@ def grouped_matmul(a: Arguments) -> list[torch.Tensor]:
         if ends is None:
             poison_(out)
         else:
-            _multiply(call, a, found, ends, out)
+            _multiply(a, ends, out)
             if a.split_item not in SINGLE_OUTPUT:
                 return [out[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return [out]
-
-
-works_in("npu::npu_grouped_matmul")(antiquant.workspace)
 
 
 def _check_lists(call: Call, a: Arguments) -> None:
@@ -187,34 +179,28 @@ def _check_single(call: Call, a: Arguments) -> Shape:
             f"x should not be transposed when M is split: {sizes}, x strides {list(x.stride())}",
             Layer.PARAMETER,
         )
-    packed = weight.dtype == torch.int32
-    columns = weight.size(2) * (INT4_PER_INT32 if packed else 1)
-    contiguous = weight.size(1) if weight.stride(1) == 1 and weight.stride(2) != 1 else columns
+    contiguous = weight.size(1) if weight.stride(1) == 1 and weight.stride(2) != 1 else weight.size(2)
     call.require(
         max(x.size(1), contiguous) <= WIDEST,
         51,
         f"K and the contiguous axis of weight should be at most {WIDEST}: {sizes}",
         Layer.PARAMETER,
     )
-    bits = 4 if packed else 8 * weight.element_size()
-    return Shape(x.size(0), x.size(1), weight.size(0), columns, bits)
+    return Shape(x.size(0), weight.size(0), weight.size(2))
 
 
-def _check_dtypes(call: Call, a: Arguments, found: Shape, nz: bool) -> None:
+def _check_dtypes(call: Call, a: Arguments, found: Shape) -> None:
     x, weight = a.x[0].dtype, a.weight[0].dtype
-    weight_only = x in FLOATS and weight in QUANTISED
+    if not {x, weight} <= set(FLOATS):
+        raise NotEmulatedError(f"npu_grouped_matmul: the emulator has no {name_of(x)} x {name_of(weight)} product")
     call.require(
-        x == weight or weight_only or x == torch.int8,
+        x == weight,
         49,
         f"x and weight should have one dtype, got {name_of(x)} and {name_of(weight)}",
         Layer.PARAMETER,
     )
     if a.bias:
         _check_bias(call, a, found)
-    if weight_only:
-        _check_weight_only(call, a, found, nz)
-    elif x not in FLOATS:
-        raise NotEmulatedError(f"npu_grouped_matmul: the emulator has no {name_of(x)} x {name_of(weight)} product")
 
 
 def _check_bias(call: Call, a: Arguments, found: Shape) -> None:
@@ -226,7 +212,6 @@ def _check_bias(call: Call, a: Arguments, found: Shape) -> None:
         torch.bfloat16: (torch.float32,),
         torch.float16: (torch.float16,),
         torch.float32: (torch.float32,),
-        torch.int8: (torch.int32, *(FLOATS if a.per_token_scale else ())),
     }.get(x, ())
     call.require(
         bias.dtype in legal,
@@ -238,45 +223,6 @@ def _check_bias(call: Call, a: Arguments, found: Shape) -> None:
         list(bias.shape) == [found.experts, found.columns],
         48,
         f"bias should be [E, N] = [{found.experts}, {found.columns}], got {shape(bias)}",
-        Layer.PARAMETER,
-    )
-
-
-def _check_weight_only(call: Call, a: Arguments, found: Shape, nz: bool) -> None:
-    """bfloat16 or float16 x with int8 weights, or int4 weights packed eight to an int32."""
-    kind = "A16W4" if found.weight_bits == 4 else "A16W8"
-    call.require(not nz, 52, f"{kind} weights should be in ND, got FRACTAL_NZ", Layer.PARAMETER)
-    call.require(
-        a.antiquant_scale and a.antiquant_offset, 52, f"{kind} needs antiquant_scale and antiquant_offset", Layer.NULL
-    )
-    scale, offset, x = a.antiquant_scale[0], a.antiquant_offset[0], a.x[0]
-    call.require(
-        scale.dtype == offset.dtype == x.dtype and scale.shape == offset.shape,
-        52,
-        f"antiquant scale and offset should both be {name_of(x.dtype)}, got {name_of(scale.dtype)} {shape(scale)} and "
-        f"{name_of(offset.dtype)} {shape(offset)}",
-        Layer.PARAMETER,
-    )
-    channel = [found.experts, found.columns]
-    if kind == "A16W8":
-        call.require(
-            list(scale.shape) == channel,
-            52,
-            f"A16W8 scales are per channel {channel}, got {shape(scale)}",
-            Layer.PARAMETER,
-        )
-        return
-    groups = scale.size(1) if scale.dim() == 3 else 1
-    per_group = found.inner // max(groups, 1)
-    transposed = a.weight[0].stride(1) == 1 and a.weight[0].stride(2) != 1
-    call.require(
-        list(scale.shape) in (channel, [found.experts, groups, found.columns])
-        and groups > 0
-        and found.inner % groups == 0
-        and not (transposed and per_group % 2),
-        52,
-        f"A16W4 scales are [E, N] or [E, G, N] with K = {found.inner} a multiple of G and, for a transposed weight, an "
-        f"even group; got {shape(scale)} for weight {shape(a.weight[0])}",
         Layer.PARAMETER,
     )
 
@@ -305,32 +251,15 @@ def _ends(call: Call, groups: torch.Tensor, kind: int, rows: int) -> list[int] |
     return ends
 
 
-def _multiply(call: Call, a: Arguments, found: Shape, ends: list[int], out: torch.Tensor) -> None:
-    start, on_planes = 0, antiquant.is_weight_only(a) and antiquant.runs_on_planes(a)
+def _multiply(a: Arguments, ends: list[int], out: torch.Tensor) -> None:
+    start = 0
     for expert, end in enumerate(ends):
         if end > start:
-            rows = a.x[0][start:end]
-            if on_planes:
-                scale, offset = (t[0][expert] for t in (a.antiquant_scale, a.antiquant_offset))
-                product = antiquant.product_of_planes(rows, a.weight[0][expert], scale, offset)
-            else:
-                product = rows.float() @ _weight(call, a, found, expert)
+            product = a.x[0][start:end].float() @ a.weight[0][expert].float()
             if a.bias:
                 product += a.bias[0][expert].float()
             out[start:end] = product.to(out.dtype)
         start = end
-
-
-def _weight(call: Call, a: Arguments, found: Shape, expert: int) -> torch.Tensor:
-    """An expert's weight [K, N] in float32; integer weights are dequantised and rounded to x's dtype."""
-    stored = a.weight[0][expert]
-    if stored.dtype in FLOATS:
-        return stored.float()
-    values = formats.unpack_int4(stored) if found.weight_bits == 4 else stored
-    scale, offset = (t[0][expert].float() for t in (a.antiquant_scale, a.antiquant_offset))
-    if scale.dim() == 2:
-        scale, offset = (t.repeat_interleave(found.inner // t.size(0), 0) for t in (scale, offset))
-    return call.context.rounded((values.float() + offset) * scale, a.x[0].dtype).float()
 
 
 def _one_by_one(call: Call, a: Arguments) -> list[torch.Tensor]:

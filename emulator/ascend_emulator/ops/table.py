@@ -152,11 +152,6 @@ def measured(*names: str) -> Callable[[Callable[[Arguments], Traffic]], Callable
     return _attribute("traffic", names)
 
 
-def works_in(*names: str) -> Callable[[Callable[[Arguments], int]], Callable[[Arguments], int]]:
-    """Gives operators a `workspace(*args, **kwargs)`: bytes of device memory that a call takes besides its operands."""
-    return _attribute("workspace", names)
-
-
 def shape(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else f"{list(tensor.shape)}"
 

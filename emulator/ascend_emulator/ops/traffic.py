@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from ascend_emulator.ops import grouped_matmul_antiquant as antiquant
 from ascend_emulator.ops.fia import V1, V2, from_v1, from_v2
 from ascend_emulator.ops.fia_call import TND_LAYOUTS, FiaCall, strided
 from ascend_emulator.ops.table import Arguments, Traffic, measured
@@ -76,13 +75,11 @@ def _grouped_matmul(a: Arguments) -> Traffic:
     counts = groups if a.group_list_type == 1 else [b - a for a, b in pairwise([0, *groups])]
     rows, used = sum(counts), sum(n > 0 for n in counts)
     experts = a.weight[0].size(0)
-    per_expert = _bytes(*a.weight, *(a.bias or ()), *(a.antiquant_scale or ()), *(a.antiquant_offset or ())) // experts
-    columns = a.weight[0].size(2) * (8 if a.weight[0].dtype == torch.int32 else 1)
+    per_expert = _bytes(*a.weight, *(a.bias or ())) // experts
     x = a.x[0]
-    expanded = antiquant.expanded_bytes(a, used)
     return Traffic(
-        rows * x.size(1) * x.element_size() + used * per_expert + _bytes(a.group_list) + expanded,
-        rows * columns * x.element_size() + expanded,
+        rows * x.size(1) * x.element_size() + used * per_expert + _bytes(a.group_list),
+        rows * a.weight[0].size(2) * x.element_size(),
     )
 
 

@@ -170,35 +170,6 @@ def case_memory_counts() -> None:
     assert npu.mem_get_info()[0] == before
 
 
-def grouped(weight: torch.Tensor) -> None:
-    experts, inner, columns = weight.shape
-    x, scale = (
-        torch.ones(4, inner, dtype=torch.bfloat16).npu(),
-        torch.ones(experts, columns, dtype=torch.bfloat16).npu(),
-    )
-    mixed = {} if weight.dtype == torch.bfloat16 else {"antiquant_scale": [scale], "antiquant_offset": [scale]}
-    counts = torch.full((experts,), 4 // experts).npu()
-    torch_npu.npu_grouped_matmul(
-        [x], [weight], group_list=counts, group_list_type=1, group_type=0, split_item=2, **mixed
-    )  # fmt: skip
-
-
-def case_experts_of_mixed_types_take_a_workspace_that_stays() -> None:
-    """A KV cache sized without it would run out of memory in service."""
-    weight = torch.ones(2, 320, 1024, dtype=torch.int8).npu()
-    before = npu.memory_allocated()
-    grouped(weight.bfloat16())
-    assert npu.memory_allocated() == before, "16-bit weights are multiplied where they lie"
-    grouped(weight)
-    taken = npu.memory_allocated() - before
-    assert 0 <= taken - (16 << 20) - 2 * 320 * 1024 * 2 <= 512, taken
-    grouped(weight[:, :64].contiguous())
-    assert npu.memory_allocated() - before == taken, "a smaller call takes the same piece"
-    npu.set_per_process_memory_fraction((24 << 20) / (4 << 30))
-    with refused("out of memory"):
-        grouped(torch.ones(4, 1024, 1024, dtype=torch.int8).npu().transpose(1, 2))
-
-
 def case_mixed_devices_are_refused() -> None:
     x, host = torch.ones(3, device="npu"), torch.ones(3)
     for function in (

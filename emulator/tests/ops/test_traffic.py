@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from ascend_emulator.ops import OPS
 
@@ -64,20 +63,3 @@ def test_paged_attention_reads_context_lens():
     lengths, table = torch.tensor([130, 1], dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     read, written, _ = OPS["atb::_npu_paged_attention"].traffic(query, cache, cache, 2, 8, 1.0, table, lengths, query)
     assert (read, written) == (2048 + 131 * 512 + 12, 2048)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_weights_of_mixed_types_are_expanded_and_read_again(bits):
-    x, experts, inner, columns = torch.zeros(5, 64).bfloat16(), 4, 64, 32
-    weight = torch.zeros(experts, inner, columns * bits // 32 if bits == 4 else columns).to(
-        torch.int8 if bits == 8 else torch.int32
-    )
-    scale = torch.zeros(experts, columns).bfloat16()
-    read, written, _ = OPS["npu::npu_grouped_matmul"].traffic(
-        [x], [weight], antiquant_scale=[scale], antiquant_offset=[scale], group_list=torch.tensor([3, 0, 2, 0]),
-        group_list_type=1, group_type=0, split_item=2,
-    )  # fmt: skip
-    expanded = 2 * inner * columns * 2
-    stored = 2 * (inner * columns * bits // 8 + 2 * columns * 2)
-    assert read == 5 * 64 * 2 + stored + 4 * 8 + expanded
-    assert written == 5 * columns * 2 + expanded

@@ -10,14 +10,15 @@ import pytest
 from ascend_emulator.context import CANN_VERSIONS, use
 from ascend_emulator.rules import RULES, SOURCES, Call, ContractError, Kind, Layer
 
-OPERATOR_RULES = (*range(1, 81), 92, 93, 94)
+QUANTISED = {52, 64, 69, 78, 79}  # numbers of rules that were dropped
+OPERATOR_RULES = {*range(1, 81), 92, 93, 94} - QUANTISED
 UNDEFINED = {24, 33, 38, 46, 91, 92, 93}
 COSTLY = {35}
 ONLY_8_3 = {7, 18, 25, 27, 34, 37, 59, 66, 72, 88, 90}
 
 
-def test_ninety_four_rules_with_a_sentence_each():
-    assert sorted(RULES) == list(range(1, 95))
+def test_each_rule_has_a_sentence():
+    assert RULES.keys() == set(range(1, 95)) - QUANTISED
     for rule in RULES.values():
         assert rule.text.endswith(".")
         assert set(rule.versions) <= set(CANN_VERSIONS)
@@ -44,7 +45,7 @@ def test_each_operator_rule_is_triggered_by_its_own_test():
                 named = (call for call in calls if getattr(call.func, "id", "") in ("rejects", "notes"))
                 assert {call.args[0].value for call in named} == {int(test.name[6:8])}, test.name
                 triggered.add(int(test.name[6:8]))
-    assert triggered >= set(OPERATOR_RULES)
+    assert triggered >= OPERATOR_RULES
 
 
 def test_a_rule_of_one_version_does_not_hold_on_another():

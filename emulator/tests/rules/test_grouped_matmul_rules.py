@@ -1,4 +1,4 @@
-"""R41 to R56 and R64: the grouped matmuls."""
+"""R41 to R56: the grouped matmuls."""
 
 from __future__ import annotations
 
@@ -29,20 +29,6 @@ def case(dtype: torch.dtype = torch.bfloat16, **changes: object) -> dict:
         "group_list_type": 1,
         **changes,
     }
-
-
-def weight_only(bits: int, **changes: object) -> dict:
-    size = (EXPERTS, INNER, COLUMNS) if bits == 8 else (EXPERTS, INNER, COLUMNS // 8)
-    scale = torch.rand(EXPERTS, COLUMNS).bfloat16()
-    return case(
-        weight=[torch.ones(size, dtype=torch.int8 if bits == 8 else torch.int32)],
-        **{"antiquant_scale": [scale], "antiquant_offset": [torch.zeros_like(scale)], **changes},
-    )
-
-
-def scaled(bits: int, *size: int) -> dict:
-    scale = torch.ones(size).bfloat16()
-    return weight_only(bits, antiquant_scale=[scale], antiquant_offset=[scale])
 
 
 def int8(**changes: object) -> dict:
@@ -83,16 +69,6 @@ def on_the_host(groups: torch.Tensor) -> Callable[[], None]:
 
 WIDE, NARROW = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((1, 4, 65536), (1, 4)))
 ONE_GROUP = {"x": [NARROW], "bias": None, "group_list": torch.empty(1, dtype=torch.int64, device="meta")}
-FLOAT_SCALES = dict.fromkeys(("antiquant_scale", "antiquant_offset"), (torch.ones(EXPERTS, COLUMNS),))
-# two rows of K share a byte of a transposed int4 weight, so its groups are even; not transposed, three is legal
-PACKED, BY_3, BY_6 = torch.ones(EXPERTS, 2, 6, dtype=torch.int32), ones(EXPERTS, 2, 16), ones(EXPERTS, 1, 16)
-TURNED, WHOLE = PACKED.transpose(1, 2), PACKED.transpose(1, 2).contiguous()
-
-
-def int4(weight: torch.Tensor, scale: torch.Tensor) -> partial:
-    operands = {"antiquant_scale": [scale], "antiquant_offset": [scale], "bias": None}
-    return call(x=[ones(6, 6)], weight=[weight], **operands)
-
 
 BROKEN: Broken = {
     41: {f"type {value}": (call(group_type=value), str(value)) for value in (None, 1, 3)},
@@ -134,7 +110,6 @@ BROKEN: Broken = {
                 (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)
             )
         },
-        "float of int8": (call(int8, bias=case()["bias"]), "int32"),
     },
     48: {
         **{
@@ -151,19 +126,6 @@ BROKEN: Broken = {
     51: {
         "65536": (under(call(weight=[WIDE], **ONE_GROUP), execute=False), "65535"),
         "129 lists": (call(x=[ones(1, INNER)] * 129), "128"),
-    },
-    52: {
-        "no offset": (call(weight_only, 8, antiquant_offset=None),),
-        "scale dtype": (call(weight_only, 8, **FLOAT_SCALES),),
-        "no scale": (call(weight_only, 8, antiquant_scale=None),),
-        "offset shape": (call(weight_only, 8, antiquant_offset=[ones(EXPERTS, 1)]),),
-        "int8 per group": (call(scaled, 8, EXPERTS, 2, COLUMNS),),
-        "ragged int4 groups": (call(scaled, 4, EXPERTS, 3, COLUMNS),),
-        "columns": (call(scaled, 4, EXPERTS, 2, COLUMNS + 8),),
-        "no group": (call(scaled, 4, EXPERTS, 0, COLUMNS),),
-        "one dimension": (call(scaled, 4, EXPERTS),),
-        "an odd group of a transposed int4 weight": (int4(TURNED, BY_3), "even group"),
-        "NZ": (nz(weight_only(8)), "FRACTAL_NZ"),
     },
     53: {
         f"{size}": (nz(unaligned(*size)), "% 16") for size in ((INNER + 8, COLUMNS), (INNER, COLUMNS + 8))
@@ -197,7 +159,6 @@ LEGAL = {
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for how in ({}, {"bias": None, "group_list": torch.tensor([2, 2, 6]), "group_list_type": 0, "split_item": 3})
     },
-    **{f"int{bits}": call(weight_only, bits) for bits in (4, 8)},
     "1024 groups": under(
         call(**MANY, group_list=torch.empty(1024, dtype=torch.int64, device="meta")), execute=False
     ),
@@ -207,8 +168,6 @@ LEGAL = {
     "65536 of another axis": under(
         call(weight=[WIDE.transpose(1, 2).contiguous().transpose(1, 2)], **ONE_GROUP), execute=False
     ),
-    "an odd group of int4": int4(WHOLE, BY_3),
-    "an even group of a transposed int4 weight": int4(TURNED, BY_6),
     "aligned in NZ": nz(case()),
     "one row": call(x=[ones(INNER, 6).T[:1]], **FIRST_ROW),
     "one column": call(
@@ -257,26 +216,3 @@ def test_R55_groups_are_not_read_while_capturing():
     with use(findings=[]) as context:
         gmm_list(case()["x"], weights, group_list=groups, split_item=2)
     assert [f.rule for f in context.findings] == [55]
-
-
-@pytest.mark.parametrize("name", ["npu_grouped_matmul_finalize_routing", "npu_grouped_matmul_swiglu_quant"])
-def test_R64_fused_matmuls_are_for_integers(name):
-    def run(dtype=torch.int8, columns=COLUMNS, **extra):
-        weight = torch.zeros(EXPERTS, INNER, columns, dtype=extra.get("weight", torch.int8))
-        operands = [torch.zeros(6, INNER).to(dtype), weight, torch.tensor([2, 2, 5])]
-        if name.endswith("swiglu_quant"):
-            operands += [torch.ones(EXPERTS, columns), torch.ones(6)]
-        with use(format_of=lambda t: 29 if t is weight and "nd" not in extra else 2):
-            OPS[f"npu::{name}"](*operands, **({"bias": extra["bias"]} if "bias" in extra else {}))
-
-    with rejects(64, "bfloat16"):
-        run(torch.bfloat16)
-    with rejects(64, "bias"):
-        run(bias=torch.zeros(EXPERTS, COLUMNS))
-    with rejects(64, "10240"):
-        run(columns=10272)
-    with rejects(64, "FRACTAL_NZ"):
-        run(nd=True)
-    for legal in ({}, {"columns": 10240}, {"weight": torch.int32, "columns": COLUMNS // 8, "nd": True}):
-        with pytest.raises(NotEmulatedError):
-            run(**legal)

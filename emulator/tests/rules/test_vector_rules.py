@@ -14,7 +14,6 @@ from emulator.tests.contracts import Broken, broken_calls, check_refusal, leaves
 
 clipped = OPS["npu::npu_clipped_swiglu"]
 swiglu = OPS["npu::npu_swiglu"]
-dequant = OPS["npu::npu_dequant_swiglu_quant"]
 add_norm = OPS["npu::npu_add_rms_norm"]
 norm = OPS["npu::npu_rms_norm"]
 apply_rope = OPS["npu::npu_apply_rotary_pos_emb"]
@@ -43,10 +42,6 @@ def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 INT32, INT64, FLOAT, DOUBLE = torch.int32, torch.int64, torch.float32, torch.float64
 ON_8_5 = {"cann": "8.5"}
-
-
-def dequantised(*size: int, dtype: torch.dtype = torch.bfloat16, **options: torch.Tensor) -> partial:
-    return partial(dequant, zeros(*size, dtype=dtype), quant_mode=1, **options)
 
 
 def rope(q: tuple[int, ...], table: tuple[int, ...], *options: str) -> partial:
@@ -94,17 +89,6 @@ BROKEN: Broken = {
         }.items()
     },
     68: {"halves": (partial(swiglu, bf16(2, 3)), "[2, 3]")},
-    69: {
-        "no scales": (dequantised(2, 128, dtype=INT32),),
-        "static groups": (partial(dequant, zeros(2, 128), group_index=torch.tensor([2])),),
-        "odd": (dequantised(2, 127),),
-        "unaligned": (dequantised(2, 64),),
-        "wide": (dequantised(1, 2 * 10560),),
-        "float32": (dequantised(2, 128, dtype=FLOAT),),
-        "no activation scale": (dequantised(2, 128, dtype=INT32, weight_scale=torch.ones(128)),),
-        "no weight scale": (dequantised(2, 128, dtype=INT32, activation_scale=torch.ones(2)),),
-        "odd with an aligned half": (dequantised(2, 129),),
-    },
     70: {
         "gamma float32": (partial(add_norm, bf16(2, 8), bf16(2, 8), torch.ones(8)),),
         "mixed": (partial(add_norm, bf16(2, 8), torch.randn(2, 8), bf16(8)),),
@@ -184,10 +168,6 @@ def test_broken_call_is_refused_with_its_rule(rule, run, words):
 
 LEGAL = {
     "swiglu on rows": partial(swiglu, bf16(2, 3), dim=0),
-    "dequant with groups": dequantised(2, 128, group_index=torch.tensor([2])),
-    "dequant of the widest": dequantised(1, 2 * 10496),
-    "dequant static, without groups": partial(dequant, zeros(2, 128)),
-    "dequant of float32 in diagnosis": under(dequantised(2, 128, dtype=FLOAT), diagnostic_fp32=True),
     "add_norm": partial(add_norm, bf16(8), bf16(8), bf16(8), 0.0),
     "add_norm of eight dimensions": partial(add_norm, bf16(*[1] * 7, 8), bf16(*[1] * 7, 8), bf16(8), 0.0),
     "gamma of two dimensions": partial(norm, bf16(2, 8), bf16(2, 8)),
@@ -211,15 +191,6 @@ LEGAL = {
 @legal_calls(LEGAL)
 def test_legal_call_is_taken(run):
     run()
-
-
-def test_dequant_swiglu_quant_applies_its_scales():
-    scales = {"weight_scale": torch.full((128,), 0.5), "activation_scale": torch.tensor([1.0, 2.0])}
-    x = torch.arange(256, dtype=INT32).view(2, 128) % 5
-    out, scale = dequant(x, **scales, quant_mode=1, swiglu_mode=1)
-    plain, plain_scale = dequant((x * 0.5 * torch.tensor([[1.0], [2.0]])).half(), quant_mode=1, swiglu_mode=1)
-    assert torch.equal(out, plain)
-    assert torch.equal(scale, plain_scale)
 
 
 def test_R74_mrope_positions_lie_inside_the_cache():
