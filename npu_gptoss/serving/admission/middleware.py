@@ -115,7 +115,7 @@ class AdmissionMiddleware:
         return Refusal(said, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the request. If vLLM fails while parsing it, or in a call of the engine, the client gets a refusal."""
+        """Runs the request. If vLLM fails while parsing it, the client gets a refusal."""
         begun = False
 
         async def noticed(message: Message) -> None:

@@ -11,9 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, UtilityResult
 from vllm.v1.executor import multiproc_executor
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.serving.compat.of_release import LINE
 
@@ -63,12 +61,3 @@ def test_a_failed_step_that_another_worker_answers_ends_its_worker(answers, stat
             finally:
                 os._exit(5)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
-
-
-def test_result_that_cannot_be_sent_silences_the_engine(patched):
-    call = UtilityOutput(7, result=UtilityResult([object()]))
-    with patched("call-results"):
-        sent = MsgpackEncoder().encode_into(EngineCoreOutputs(utility_output=call), bytearray())
-    heard = MsgpackDecoder(EngineCoreOutputs).decode(sent).utility_output
-    assert heard.call_id == 7
-    assert "is not serializable" in heard.failure_message

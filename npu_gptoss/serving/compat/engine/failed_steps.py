@@ -1,4 +1,4 @@
-"""Errors of a step in one worker of several, of which the engine hears, and results that cannot be sent.
+"""Errors of a step in one worker of several, of which the engine hears.
 
 Stock vLLM reads the answer of one worker only. Another that fails says nothing, and the engine waits five minutes for
 a neighbour that waits for it within a collective.
@@ -72,20 +72,3 @@ def install_errors(module: ModuleType) -> None:
             if hasattr(self.worker, name):
                 setattr(self.worker, name, heard(getattr(self.worker, name)))
         original(self, *arguments, **keywords)
-
-
-@repair("call-results", "vllm.v1.serial_utils:MsgpackEncoder.encode_into", releases=ALL, until="vLLM tells")
-def install_calls(module: ModuleType) -> None:
-    """A result of `collective_rpc` that cannot be sent silences the engine."""
-    expect_source(module.MsgpackEncoder.encode_into, "self.encoder.encode_into(obj, buf)")
-
-    @around(module.MsgpackEncoder, "encode_into")
-    def encode_into(original: Original, self: Any, obj: Any, buf: bytearray) -> Any:
-        try:
-            return original(self, obj, buf)
-        except Exception as error:
-            call = getattr(obj, "utility_output", None)
-            if call is None:
-                raise
-            call.result, call.failure_message = None, f"The result cannot be sent: {error}"
-            return original(self, obj, buf)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import traceback
 from http import HTTPStatus
 from types import ModuleType
@@ -127,11 +126,9 @@ class VllmServer:
             await structures.check(self._state.engine_client, wanted.fields, wanted.param)
 
     def blame(self, error: BaseException) -> Refusal | None:
-        """Returns the refusal if vLLM raised this while it parsed the request, or as the engine's answer to a call."""
+        """Returns the refusal if vLLM raised this while it parsed the request."""
         if _lacks_a_package(error):
             return None
-        if type(error) is Exception and _CALL.match(str(error)):  # of an operator's route: it got no words at all
-            return Refusal(escaped(str(error), 1000), status=HTTPStatus.INTERNAL_SERVER_ERROR)
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name in READS]
         if any(frame.f_globals["__name__"].partition(".")[0] in READERS for frame in frames):
             said = escaped(str(error), 200)
@@ -142,9 +139,6 @@ class VllmServer:
 def can_be_scaled(parallel: Any) -> bool:
     """Returns whether /scale_elastic_ep would not stop the service. vLLM 0.11 has no option for it."""
     return getattr(parallel, "enable_elastic_ep", parallel.data_parallel_backend == "ray")
-
-
-_CALL = re.compile(r"Call to \w+ method\s?failed: ")  # the engine's answer to a call
 
 
 def _lacks_a_package(error: BaseException | None) -> bool:
