@@ -231,10 +231,6 @@ PERFECT = drafting(lambda follow, count: follow)
 ADVERSARIAL = drafting(lambda follow, count: [*follow[:-1], 1 + sum(follow) % 90])
 DROPPED = (CAPTURED, "update", lambda right: lambda stream, call, handle, event, _: event.record(stream))
 UNCHECKED = [(START, name, returning(None)) for name in ("attention", "rest")]
-WITHOUT_TRITON = [
-    (f"{package}.worker.block_table", "_compute_slot_mapping_kernel", lambda right: _compute_slot_mapping_kernel)
-    for package in ("vllm.v1", "vllm_ascend")
-]
 SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     # graphs replay with the lengths of their capture; only the events come
     "updates_dropped": [DROPPED],
@@ -271,7 +267,10 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     "rows_not_cut": [("npu_gptoss.attention", "unpad", rows_not_cut)],
     "updates_refused": [("torch.npu", "graph_task_update_begin", refusing(1))],
     "update_of_the_second_layer_refused": [("torch.npu", "graph_task_update_begin", refusing(2))],
-    "without_triton": WITHOUT_TRITON,
+    "without_triton": [
+        (f"{package}.worker.block_table", "_compute_slot_mapping_kernel", lambda right: _compute_slot_mapping_kernel)
+        for package in ("vllm.v1", "vllm_ascend")
+    ],
     # rows that MC2 does not write keep old memory
     "combine_not_zeroed": [
         ("npu_gptoss.serving.releases.ascend_0_23", "written", lambda right: lambda rows, mask: rows)
@@ -295,11 +294,6 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     ],
     # what a head gets of its target, by the place in the first request, goes to the file HEAD_READS
     "head_reads_kept": [(PROPOSER, "_propose", head_reads_kept)],
-    "dispatch_unchecked": [(START, "dispatch", returning(None))],
-    "without_triton_unchecked": [
-        *WITHOUT_TRITON,
-        ("npu_gptoss.serving.ascend.limits", "triton_objection", returning(None)),
-    ],
     # No mistake: experts get their tokens as vllm-ascend sends them on an A3; on a 910B it never does for gpt-oss.
     "by_all_to_all": [
         ("vllm_ascend.worker.model_runner_v1:NPUModelRunner", "_select_moe_comm_method", lambda right: all_to_all)

@@ -23,12 +23,10 @@ from tests.serving.emulated.conftest import asking, importing
 from tests.serving.emulated.rounds import (
     EAGER,
     FULL,
-    LENGTHS,
     PIECEWISE,
     THREE_IN_A_BUCKET_OF_FOUR,
     VOCABULARY,
     WORKSPACE,
-    right,
     turn,
 )
 
@@ -141,18 +139,6 @@ def test_four_devices_cut_packed_experts_within_a_group_of_32(
     # vLLM 0.11 sets 4 GiB of the host aside for each device
     options = {**BF16, **MODES[mode], "tensor_parallel_size": 4, **({"swap_space": 0} if stack == "8.3" else {})}
     check_same(serve, options=options, model=model)
-
-
-@pytest.mark.long
-@on_stacks(but=("8.3",))
-@pytest.mark.parametrize("mode", MODES)
-def test_stocks_triton_kernels_equal_transformers_in_float32(
-    serve: Serve, checkpoint: Path, expected: Any, mode: str
-) -> None:
-    """Rotary embedding and the slots of a step, which have other ways where Triton is not installed."""
-    rounds = [turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
-    results, _ = serve(rounds, options=MODES[mode], model=checkpoint)
-    assert right(rounds, results, expected) == [True, True]
 
 
 # of a layer's experts in BF16: 12.6 MB; everything else takes 0.3

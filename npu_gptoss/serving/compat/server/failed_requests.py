@@ -6,7 +6,7 @@ has begun gets an error event. The other samples of a request with `n` > 1 end w
 (`LLM`) returns an output with the finish reason `abort` and the message as stop reason, and raises its own errors.
 
 Stock vLLM detokenizes the tokens of all requests in one task, and an exception there ends them all; here it ends its
-own request. A request that could not be sent to the engine leaves no state behind.
+own request.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def _end(processor: Any, state: Any, output: Any, error: Exception) -> list[str]
     return aborts
 
 
-@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", until="0.23")
-def install_sending(module: ModuleType) -> None:
-    """A request that cannot be sent gets an empty error message, and its other samples go on."""
+@repair("request-ids", f"{ASYNC}:AsyncLLM.add_request", until="0.23")
+def install_ids(module: ModuleType) -> None:
+    """Two requests with one id and other numbers of samples are both accepted, and the end of one ends the other."""
     engine = module.AsyncLLM
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
 
@@ -112,13 +112,7 @@ def install_sending(module: ModuleType) -> None:
             raise RequestRefused(
                 f"Another request with the id {request_id!r} is being served; send another X-Request-Id."
             )
-        try:
-            return await original(self, request_id, *arguments, **keywords)
-        except Exception as error:
-            await self.abort(request_id)  # stock aborts neither after a ValueError nor the samples already sent
-            if isinstance(error, OverflowError | UnicodeError):
-                raise RequestRefused(f"A value of this request cannot be sent to the engine: {words(error)}") from error
-            raise
+        return await original(self, request_id, *arguments, **keywords)
 
 
 @repair("error-words", f"{ASYNC}:EngineGenerateError", releases=BOTH, until="0.33")
