@@ -3,7 +3,7 @@
 python scripts/docs/tables.py --write
 
 `make endure` leaves a record of each run in outputs/endure; the records of docs/reliability.md are in
-docs/benchmarks/endure.
+docs/benchmarks/endure. `python -m tests.endure.faults` leaves docs/benchmarks/faults.json.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from npu_gptoss.serving.releases import ASCEND_RELEASES, MADE_FOR, RELEASES, SIL
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDURE = ROOT / "docs/benchmarks/endure"
+FAULTS = ROOT / "docs/benchmarks/faults.json"
 VALUES = {bool: "`1` or `0`", int: "a whole number", float: "seconds", tuple: "names, separated by commas", str: "text"}
 WIDTH = 158  # of the page's lines
 
@@ -133,6 +134,12 @@ def endured(folder: Path = ENDURE) -> str:
     return judge.table(judge.load(folder))
 
 
+def faults() -> str:
+    from tests.endure.faults import load, table
+
+    return table(load(FAULTS))
+
+
 def forms() -> str:
     from tests.model.forms import table
 
@@ -159,7 +166,7 @@ PAGES = (
     Tables("docs/configuration.md", {"variables": variables, "operations": operations}),
     Tables("docs/doctor.md", {"window": window, "made-for": made_for, "silent": silent, "presets": presets}),
     Tables("docs/files.md", {"forms": forms}),
-    Tables("docs/reliability.md", {"endure": endured}),
+    Tables("docs/reliability.md", {"endure": endured, "faults": faults}),
     Tables("docs/upstream.md", {"repairs": repairs}),
 )
 

@@ -58,6 +58,7 @@ class Findings:
     parted: Counter[tuple[str, Said, Said, str]] = field(default_factory=Counter)
     regrets: list[float] = field(default_factory=list)  # of the near-ties among them
     changes: list[str] = field(default_factory=list)  # what the operator did, in words
+    errors: list[tuple[float, str]] = field(default_factory=list)  # when, and what an honest client saw instead
 
     def note(self, group: str, kind: str, outcome: str, words: str = "") -> None:
         self.counts[group, kind, outcome] += 1
@@ -214,6 +215,7 @@ class Loop:
         try:
             got, tokens = await self.ask(session, request, extra, heard)
         except Wrong as error:
+            self.findings.errors.append((time.monotonic(), str(error)))
             if error.unserved and (out or self.outage or self.outages > outages):
                 self.findings.note("honest", request.kind, UNSERVED)
                 await asyncio.sleep(0.5)

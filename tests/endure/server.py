@@ -53,10 +53,12 @@ class Stack:
     stack: str = "cpu"
     mode: str = ""
     policy: str = "fcfs"
+    devices: int = 1  # of tensor parallelism
     drafts: str = ""  # of DRAFTERS: who proposes tokens
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.stack, self.mode, DRAFTERS.get(self.drafts), self.policy)))
+        ranks = f"tp{self.devices}" if self.devices > 1 else ""
+        return "-".join(filter(None, (self.stack, self.mode, DRAFTERS.get(self.drafts), self.policy, ranks)))
 
     @property
     def at_a_time(self) -> int:
@@ -78,7 +80,8 @@ class Stack:
             graphs = [*SHARE, "--max-model-len", "8192", "--compilation-config", json.dumps(sizes)]
         elif self.stack == "emulated-9.1":  # vllm-ascend 0.11 knows no such number
             batch += KEYS
-        return [*COMPACT, *batch, *dtype, *graphs]
+        ranks = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
+        return [*COMPACT, *batch, *dtype, *graphs, *ranks]
 
     def drafter(self, model: Path) -> list[str]:
         """Flags; a head of random weights is written for this checkpoint."""
@@ -91,8 +94,8 @@ class Stack:
 
     def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-        # caches that fill for longer than a run lasts seem to leak: xgrammar keeps schemas, up to 512 MiB of them;
-        # oneDNN and torch in front of it keep 0.1 MiB for each length of a prompt, up to 1024
+        # caches that fill for longer than a run lasts seem to leak: xgrammar keeps schemas, up to 512 MiB of them; oneDNN
+        # and torch in front of it keep 0.1 MiB for each length of a prompt, up to 1024
         caches = {"VLLM_XGRAMMAR_CACHE_MB": "8", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
         base |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **caches}
         on, python = "cuda" if self.stack == "cuda" else "cpu", Path(sys.executable)
@@ -101,7 +104,7 @@ class Stack:
             place = find_venv(stack=stack)
             # every card of CANN 9.1 has Triton-Ascend, whose kernels are other code than what stands in for them
             triton = PACKAGES if stack.name == "9.1" and PACKAGES.is_dir() else None
-            machine = Machine(stack.cann[0], triton=triton)
+            machine = Machine(stack.cann[0], self.devices, triton=triton)
             base, python = environment(machine, place, base), place / "bin/python"
         elif self.stack == CPU_0_33:
             base, python = {**base, "CUDA_VISIBLE_DEVICES": ""}, on_cpu.PYTHON
@@ -117,11 +120,15 @@ class Stack:
 
 @dataclass
 class Served:
-    """A server that can be ended and started again at its address. variables, flags: more of them."""
+    """A server that can be ended and started again at its address.
+
+    variables, flags: more of them. before: the command that runs its command.
+    """
 
     stack: Stack
     model: Path
     log: Path
+    before: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
@@ -133,7 +140,7 @@ class Served:
     def start(self) -> Served:
         command, variables = self.stack.command(self.model, self.port)
         self.process: Popen[bytes] = serve_here.start(
-            [*command, *self.flags], {**variables, **self.variables}, self.log
+            [*self.before, *command, *self.flags], {**variables, **self.variables}, self.log
         )
         try:
             limit = START_LIMIT * (1 if self.stack.stack == "cpu" else 2)
