@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai_harmony import Message
+from openai_harmony import HarmonyError, Message, Role
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
@@ -35,7 +35,7 @@ INCLUDED = {ENCODED := "reasoning.encrypted_content", LOGPROBS := "message.outpu
 
 # Fields of a request that this module reads. The engine does not see them.
 READ = {
-    *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
+    *("input", "instructions", "previous_input_messages", "tools", "tool_choice", "parallel_tool_calls", "text"),
     *("reasoning", "reasoning_effort", "include_reasoning", "chat_template_kwargs", "include", "top_logprobs"),
     *("max_output_tokens", "stop", "include_stop_str_in_output", "enable_response_messages", *STRUCTURE_FIELDS),
 }
@@ -59,7 +59,6 @@ WITHOUT_EFFECT = {
 REFUSED = {
     "conversation": "the conversation's items in input, or previous_response_id: this server keeps no conversations",
     "prompt": "instructions and input: this server keeps no prompt templates",
-    "previous_input_messages": "the conversation's items in input",
 }
 _KNOWN = READ | PASSED | STORED | WITHOUT_EFFECT | REFUSED.keys()
 
@@ -77,6 +76,7 @@ class Request:
     stream: bool = False
     store: bool = True
     encoded: bool = False
+    with_messages: bool = False
 
 
 def read(
@@ -98,7 +98,10 @@ def read(
     parallel = body.get("parallel_tool_calls") is not False
     given = body.get("input", [])
     tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel, more=tools_of(given))
-    history = read_input(given, tools, previous or Conversation([]), warnings, find)
+    before = previous or Conversation(_harmony_messages(body))
+    if given == "" and before.turns and previous is None:
+        given = []  # the input comes from the messages
+    history = read_input(given, tools, before, warnings, find)
     instructions = body.get("instructions")
     if not history.turns and not instructions:
         raise ConversationError("input: expected at least one item, got an empty list.", "input")
@@ -132,6 +135,7 @@ def read(
         stream=bool(body.get("stream")),
         store=body.get("store") is not False,
         encoded=ENCODED in include,
+        with_messages=bool(body.get("enable_response_messages")),
     )
 
 
@@ -147,7 +151,10 @@ def _check(body: Mapping[str, Any]) -> None:
         "max_output_tokens": (count > 0, "a number of tokens from 1"),
         "truncation": (body.get("truncation", "auto") in ("auto", "disabled"), "auto or disabled"),
         "background": (not body.get("background"), "false: this server answers while its client waits"),
-        "enable_response_messages": (not body.get("enable_response_messages"), "false: an answer has items alone"),
+        "previous_input_messages": (
+            not (body.get("previous_input_messages") and "previous_response_id" in body),
+            "no value together with previous_response_id",
+        ),
     }
     for name, (good, wanted) in checks.items():
         if not good:
@@ -161,6 +168,23 @@ def _sampling(body: Mapping[str, Any], include: set[str]) -> Json:
     if LOGPROBS in include or body.get("top_logprobs"):
         sampling |= {"logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
     return sampling
+
+
+def _harmony_messages(body: Mapping[str, Any]) -> list[Message]:
+    """Reads vLLM's `previous_input_messages`: harmony messages, as `enable_response_messages` writes them.
+
+    Drops their system turns, because this request has its own.
+    """
+    found = []
+    for number, given in enumerate(body.get("previous_input_messages", ())):
+        try:
+            message = Message.from_dict(given)
+        except (HarmonyError, ValueError, TypeError, KeyError, AttributeError):
+            path = f"previous_input_messages[{number}]"
+            raise expected(path, "a message of harmony", given) from None
+        if message.author.role is not Role.SYSTEM:
+            found.append(message)
+    return found
 
 
 @dataclass(frozen=True)
@@ -209,6 +233,9 @@ class Answer(sample.Answer):
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self.request.with_messages:
+            response["input_messages"] = [message.to_dict() for message in self.request.asked.conversation]
+            response["output_messages"] = [message.to_dict() for message in self._written()]
         return response
 
     def failed(self, error: Exception) -> Json:

@@ -85,8 +85,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ),
     ({"tools": [flat(TOOL)], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"previous_input_messages": [USER]}, "previous_input_messages"),
-    ({"enable_response_messages": True}, "enable_response_messages"),
+    ({"previous_input_messages": [{"role": 7}]}, "previous_input_messages[0]"),
     ],
     "messages": [
     ({"max_tokens": None}, "max_tokens"),

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("openai")
 
 from tests.frontend.test_responses import PREAMBLE, RESULT, USER, WEATHER, prompt, respond  # noqa: F401
-from tests.frontend.turns import CALL, NEXT, PARIS, THOUGHT, call_to
+from tests.frontend.turns import CALL, FOUR, NEXT, PARIS, THOUGHT, call_to
 
 A_CALL = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"}
 ITEMS = {  # items of an input, and their text in the prompt after the user's message
@@ -163,3 +163,10 @@ def test_a_previous_response_is_forgotten(respond, prompt):  # noqa: F811
     item = answer.items()[1]["id"]
     text, _ = prompt(answer.conversation(), input=[{"type": "item_reference", "id": item}])
     assert text.endswith("final<|message|>I look.<|end|>")
+
+
+def test_messages_of_harmony_do_not_come_back(respond, prompt):  # noqa: F811
+    response, _ = respond(THOUGHT + FOUR, enable_response_messages=True)
+    messages = response["input_messages"] + response["output_messages"]
+    text, _ = prompt(input="", previous_input_messages=messages)
+    assert text == "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>Four.<|end|>"

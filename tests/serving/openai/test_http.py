@@ -15,7 +15,6 @@ from tests.frontend.apis import APIS, gathered, of_message, of_response
 from tests.frontend.turns import ANSWER, BASH, CALL, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to
 from tests.serving.openai.cases import BY_THE_ENGINE, CHATS, RESPONSES
 from tests.serving.openai.conftest import NAME, Answer, Server
-from tests.serving.scripted import SAMPLING as TOLD
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 
@@ -215,7 +214,8 @@ def test_refusal_names_the_field_and_nothing_of_pydantic(
 def test_a_response_is_stored_retrieved_and_continued(server: Server) -> None:
     first = server.respond(THOUGHT + NEXT + "<|channel|>final<|message|>One.<|return|>").json
     assert requests.get(f"{server.url}/v1/responses/{first['id']}", timeout=30).json() == first
-    assert "One." in server.told({"previous_response_id": first["id"]}, "responses")["prompt"]
+    second = server.respond(ANSWER, previous_response_id=first["id"], enable_response_messages=True).json
+    assert "One." in json.dumps(second["input_messages"])
     assert requests.get(f"{server.url}/v1/responses/resp_none", timeout=30).status_code == 404
 
 
@@ -240,9 +240,9 @@ def test_nulls_of_a_response_are_its_defaults(server: Server) -> None:
 def test_stored_item_is_not_found_by_its_id(server: Server) -> None:
     """The AI SDK refers to items without a previous_response_id."""
     item = server.respond(THOUGHT + NEXT + "<|channel|>final<|message|>One.<|return|>").json["output"][1]
-    user = {"role": "user", "content": f"<|channel|>final<|message|>{TOLD}<|return|>"}
-    sent = [{"type": "item_reference", "id": item["id"]}, user]
-    assert "One." in server.told({"input": sent}, "responses")["prompt"]
+    sent = [{"type": "item_reference", "id": item["id"]}, USER]
+    second = server.respond(input=sent, enable_response_messages=True)
+    assert "One." in json.dumps(second.json["input_messages"])
 
 
 def test_null_length_of_a_completion_is_a_fault_of_the_server(server: Server) -> None:
