@@ -74,6 +74,7 @@ class Request:
     body: Json
     history: Conversation
     stream: bool = False
+    background: bool = False
     store: bool = True
     encoded: bool = False
     with_messages: bool = False
@@ -133,6 +134,7 @@ def read(
         body,
         history,
         stream=bool(body.get("stream")),
+        background=bool(body.get("background")),
         store=body.get("store") is not False,
         encoded=ENCODED in include,
         with_messages=bool(body.get("enable_response_messages")),
@@ -150,7 +152,7 @@ def _check(body: Mapping[str, Any]) -> None:
         "include": (isinstance(include, list) and all(isinstance(one, str) for one in include), "a list of texts"),
         "max_output_tokens": (count > 0, "a number of tokens from 1"),
         "truncation": (body.get("truncation", "auto") in ("auto", "disabled"), "auto or disabled"),
-        "background": (not body.get("background"), "false: this server answers while its client waits"),
+        "background": (not body.get("background") or body.get("store") is not False, "false where store is false"),
         "previous_input_messages": (
             not (body.get("previous_input_messages") and "previous_response_id" in body),
             "no value together with previous_response_id",
@@ -225,14 +227,22 @@ class Answer(sample.Answer):
             "total_tokens": prompt + made,
         }
 
+    def response(self, status: str) -> Json:
+        """Returns the response before it has an output."""
+        return self._about | {"status": status}
+
     def ended(self) -> Json:
         """Returns the response at its end."""
-        status = "incomplete" if self.sample.finish == "length" else "completed"
+        if self.sample.finish is None:
+            self._read_events(self.sample.read(Piece(0, (), "abort")), None)
+        status = {"length": "incomplete", "abort": "cancelled", None: "cancelled"}.get(self.sample.finish, "completed")
         response = self._about | {"status": status, "output": self.items(), "usage": self.usage()} | self.extra
         if status == "completed":
             response["completed_at"] = int(time.time())
-        else:
+        elif status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["error"] = {"code": "server_error", "message": "The server ended the request before its end."}
         if self.request.with_messages:
             response["input_messages"] = [message.to_dict() for message in self.request.asked.conversation]
             response["output_messages"] = [message.to_dict() for message in self._written()]
@@ -265,7 +275,8 @@ class Answer(sample.Answer):
         self._read(step, None)
 
     def begun(self) -> list[Json]:
-        return [self._event(f"response.{name}", response=self._about) for name in ("created", "in_progress")]
+        response = self.response("in_progress")
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def events(self, step: Step) -> list[Json]:
         sent: list[Json] = []
@@ -277,7 +288,9 @@ class Answer(sample.Answer):
 
     def last(self, response: Json) -> Json:
         """Returns the last event, which has the final response."""
-        return self._event(f"response.{response['status']}", response=response)
+        status = response["status"]
+        name = status if status in ("completed", "incomplete") else "failed"  # a cancelled response has no event
+        return self._event(f"response.{name}", response=response)
 
     def _read(self, step: Step, sent: list[Json] | None) -> None:
         """sent: collects the events of a stream; None for a whole answer."""
@@ -374,7 +387,7 @@ def _about(request: Request, facts: Facts) -> Json:
         "created_at": int(time.time()),
         "completed_at": None,
         "status": "in_progress",
-        "background": False,
+        "background": request.background,
         "error": None,
         "incomplete_details": None,
         "instructions": body.get("instructions"),

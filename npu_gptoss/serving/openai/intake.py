@@ -36,7 +36,7 @@ RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/coun
 
 # Fields of /v1/responses by which vLLM stores and schedules.
 STORED = {
-    *("model", "stream", "previous_response_id", "request_id", "priority", "cache_salt"),
+    *("model", "stream", "background", "previous_response_id", "request_id", "priority", "cache_salt"),
     *("session_id", "kv_transfer_params", "ec_transfer_params"),
 }
 
@@ -50,7 +50,7 @@ def plain_chat(body: Mapping[str, Any]) -> Json:
 
 
 def plain_response(body: Mapping[str, Any]) -> Json:
-    nulls = ("stream", "priority")
+    nulls = ("background", "stream", "priority")
     kept = {name: value for name, value in body.items() if name in STORED and not (value is None and name in nulls)}
     return kept | {"input": ""}
 

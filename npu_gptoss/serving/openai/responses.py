@@ -1,17 +1,21 @@
-"""Replaces vLLM's handler of /v1/responses: whole and streamed.
+"""Replaces vLLM's handler of /v1/responses: whole, streamed, and in the background.
 
-vLLM's route retrieves from its `response_store`, which has each response as an object of vLLM's class. `msg_store` has
-the conversation that a request with `previous_response_id` continues.
+vLLM's routes retrieve and cancel from its stores: `response_store` has each response as an object of vLLM's class,
+`event_store` the events of a background stream, `background_tasks` the task that makes them. `msg_store` has the
+conversation that a request with `previous_response_id` continues.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from npu_gptoss.frontend import responses
+from npu_gptoss.frontend.response_items import Conversation
 from npu_gptoss.serving.openai import intake
 from npu_gptoss.serving.openai.engine import Started, facts_of, start, use
 from npu_gptoss.serving.openai.errors import (
@@ -30,6 +34,10 @@ INVALID = "invalid_request_error"
 STORE_HINT = (
     " This server stores no responses. Start it with VLLM_ENABLE_RESPONSES_API_STORE=1 (it then keeps them in "
     "memory until they are deleted), or send the earlier items of the conversation as input."
+)
+NO_BACKGROUND = (  # vLLM's words
+    "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
+    "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
 )
 
 
@@ -57,7 +65,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     previous = body.get("previous_response_id")
     if previous is not None and previous not in self.response_store:
         return not_found(self, previous, "previous_response_id")
-    if previous is not None and previous not in self.msg_store:  # of a failed one
+    if previous is not None and previous not in self.msg_store:
         status = self.response_store[previous].status
         return refused(
             f"previous_response_id: expected a response with an output, got one that is {status}.",
@@ -65,12 +73,16 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         )
     try:
         wanted = responses.read(body, release().defaults(self), self.msg_store.get(previous), _finder(self))
+        if wanted.background and not self.enable_store:
+            return refused(NO_BACKGROUND, "background", kind=INVALID)
         intake.warn(raw_request, wanted.asked.warnings)
         started = await start(self, wanted.asked, request.request_id, raw_request, stream=wanted.stream)
         answer = responses.Answer(wanted, _facts(started, wanted), started.turn())
     except of_the_request() as error:
         return refusal(error)
     work = _Work(started, answer, raw_request)
+    if wanted.background:
+        return await work.in_background()
     if wanted.stream:
         return work.events()
     try:
@@ -92,6 +104,28 @@ def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
     """Returns the error for an unknown response, which explains how to store responses."""
     hint = "" if self.enable_store else STORE_HINT
     return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
+
+
+def replay(self: Any, response_id: str, starting_after: int | None = None) -> Any:
+    """Returns the events of a response that was streamed in the background, or an error if there are none."""
+    if response_id in self.event_store:
+        return _replayed(self, response_id, starting_after)
+    message = f"stream: expected false, got true: response {response_id!r:.80} was not streamed in the background."
+    return refused(message, "stream", kind=INVALID)
+
+
+async def _replayed(self: Any, response_id: str, starting_after: int | None) -> AsyncGenerator[Any, None]:
+    """Yields a response's events, including future ones. vLLM's own waits after the last event."""
+    events, arrived = self.event_store[response_id]
+    number = 0 if starting_after is None else starting_after + 1
+    while True:
+        arrived.clear()
+        while number < len(events):
+            yield events[number]
+            number += 1
+        if response_id not in self.background_tasks:
+            return
+        await arrived.wait()
 
 
 def _facts(started: Started, wanted: responses.Request) -> responses.Facts:
@@ -131,14 +165,57 @@ class _Work:
             await self._keep(body)
             yield Event(self.answer.last(body))
 
+    async def in_background(self) -> Any:
+        """Returns the queued response, or the events of a stream that continues after the client has left."""
+        serving = self.serving
+        queued = await self._keep(self.answer.response("queued"))
+        arrived = asyncio.Event()
+        if self.answer.request.stream:
+            events: deque[Event] = deque()
+            serving.event_store[self.id] = (events, arrived)
+            work = self._stream(events, arrived)
+        else:
+            work = self._run()
+        task = asyncio.create_task(work, name=f"create_{self.id}")
+        serving.background_tasks[self.id] = task
+
+        def done(_: asyncio.Task[None]) -> None:
+            serving.background_tasks.pop(self.id, None)
+            arrived.set()
+
+        task.add_done_callback(done)
+        return _replayed(serving, self.id, None) if self.answer.request.stream else queued
+
+    async def _run(self) -> None:
+        await self._keep(self.answer.response("in_progress"))
+        try:
+            await self.whole()
+        except Exception as error:
+            log_failure("a response in the background failed", error)
+            await self._keep(self.answer.failed(error))
+
+    async def _stream(self, events: deque[Event], arrived: asyncio.Event) -> None:
+        await self._keep(self.answer.response("in_progress"))
+        try:
+            async for event in self.events():
+                events.append(event)
+                arrived.set()
+        except asyncio.CancelledError:
+            events.append(Event(self.answer.last(self.answer.ended())))
+            raise
+
     async def _keep(self, body: Mapping[str, Any]) -> Any:
-        """Stores the response, if requested, as an object of vLLM's class."""
+        """Stores the response, if requested, as an object of vLLM's class. A cancelled response stays cancelled."""
         serving = self.serving
         response = printing(names.ResponsesResponse).of(body, id=body["id"], status=body["status"])
         if not self.answer.facts.stored:
             return response
         async with serving.response_store_lock:
+            known = serving.response_store.get(self.id)
+            if known is not None and known.status == "cancelled":
+                return response
             serving.response_store[self.id] = response
             if body["status"] in ("completed", "incomplete"):
-                serving.msg_store[self.id] = self.answer.conversation()
+                conversation: Conversation = self.answer.conversation()
+                serving.msg_store[self.id] = conversation
         return response

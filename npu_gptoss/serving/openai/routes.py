@@ -30,4 +30,7 @@ def add_routes(app: FastAPI) -> None:
             if serving.response_store.pop(response_id, None) is None:
                 return as_json(not_found(serving, response_id))
             serving.msg_store.pop(response_id, None)
+            serving.event_store.pop(response_id, None)
+        if (task := serving.background_tasks.get(response_id)) is not None:
+            task.cancel()
         return as_json({"id": response_id, "object": "response", "deleted": True})

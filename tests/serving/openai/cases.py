@@ -105,7 +105,7 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "c1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"reasoning": {"effort": "none"}}, "reasoning.effort"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
     ({"tools": [flat(WEATHER)], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input[0].call_id"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),

@@ -95,6 +95,8 @@ def test_missing_response_does_not_say_how_responses_are_stored(serving: Any) ->
     for answer in (ask(serving, responses, previous_response_id="resp_1"), responses.not_found(serving, "resp_1")):
         assert answer.error.code == 404
         assert "VLLM_ENABLE_RESPONSES_API_STORE=1" in answer.error.message
+    refused = ask(serving, responses, background=True)
+    assert (refused.error.code, refused.model_dump()["error"]["param"]) == (400, "background")
 
 
 def test_schema_or_earlier_call_of_a_batch_file_is_lost() -> None:

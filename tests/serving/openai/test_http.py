@@ -219,6 +219,17 @@ def test_a_response_is_stored_retrieved_and_continued(server: Server) -> None:
     assert requests.get(f"{server.url}/v1/responses/resp_none", timeout=30).status_code == 404
 
 
+def test_a_background_response_ends_and_its_events_replay(server: Server) -> None:
+    events = server.respond(ANSWER, background=True, stream=True).events
+    assert events[-1]["type"] == "response.completed"
+    number = events[-1]["response"]["id"]
+    reply = requests.get(f"{server.url}/v1/responses/{number}?stream=true", timeout=30)
+    again = Answer(200, {}, reply.content.decode()).events
+    assert again == events
+    queued = server.respond(ANSWER, background=True).json
+    assert queued["status"] in ("queued", "in_progress", "completed")
+
+
 NULLS = (
     "parallel_tool_calls",
     "background",
@@ -243,6 +254,12 @@ def test_stored_item_is_not_found_by_its_id(server: Server) -> None:
     sent = [{"type": "item_reference", "id": item["id"]}, USER]
     second = server.respond(input=sent, enable_response_messages=True)
     assert "One." in json.dumps(second.json["input_messages"])
+
+
+def test_stream_of_a_response_without_events_is_torn(server: Server) -> None:
+    first = server.respond(ANSWER).json
+    reply = requests.get(f"{server.url}/v1/responses/{first['id']}?stream=true", timeout=30)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
 
 
 def test_null_length_of_a_completion_is_a_fault_of_the_server(server: Server) -> None:

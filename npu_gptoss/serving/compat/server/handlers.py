@@ -7,6 +7,7 @@ from typing import Any
 
 from npu_gptoss.serving.compat.patch import Original, around, either, repair
 from npu_gptoss.serving.compat.targets import NEWER
+from npu_gptoss.serving.openai.intake import is_ours
 
 UNTIL = "vLLM lets a plugin answer its routes by default (vllm.endpoint_plugins)"
 
@@ -31,10 +32,17 @@ def install_chat(module: ModuleType) -> None:
         return await chat.create(original, self, request, raw_request)
 
 
-@repair("responses", "vllm.entrypoints.openai.serving_responses:OpenAIServingResponses.create_responses", until=UNTIL)
+REPLAY = "responses_background_stream_generator"
+
+
 @repair(
     "responses",
-    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._create_responses",
+    f"vllm.entrypoints.openai.serving_responses:OpenAIServingResponses.create_responses .{REPLAY}",
+    until=UNTIL,
+)
+@repair(
+    "responses",
+    f"vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._create_responses .{REPLAY}",
     releases=NEWER,
     until=UNTIL,
 )
@@ -47,3 +55,9 @@ def install_responses(module: ModuleType) -> None:
         from npu_gptoss.serving.openai import responses
 
         return await responses.create(original, self, request, raw_request)
+
+    @around(serving, REPLAY)
+    def replay(original: Original, self: Any, response_id: str, starting_after: int | None = None) -> Any:
+        from npu_gptoss.serving.openai import responses
+
+        return (responses.replay if is_ours(self) else original)(self, response_id, starting_after)
