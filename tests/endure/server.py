@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
 import psutil
-from ascend_emulator import stacks
+from ascend_emulator import cards, stacks
 from ascend_emulator.launch import Machine, environment, find_venv
 
 from emulator.tests.test_triton import PACKAGES
@@ -36,7 +36,9 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 DRAFTERS = {"ngrams": "drafts", "eagle3": "eagle3"}  # with their names in a record
 LOOK_EVERY = 1.0  # seconds between two looks at the processes
 ASK_EVERY = 10.0  # between two of /health and /metrics
-EMULATED = {"emulated": "8.3", "emulated-9.1": "9.1"}  # the emulator's stacks
+# the emulator's stacks and cards
+EMULATED = {"emulated": ("8.3", cards.DEFAULT.name), "emulated-9.1": ("9.1", cards.DEFAULT.name)}
+EMULATED |= {f"{name}-a3": (release, "A3") for name, (release, _) in EMULATED.items()}
 CPU_0_33 = "cpu-0.33"  # vLLM 0.33's processes with a worker for CPUs
 STACKS = ("cpu", CPU_0_33, *EMULATED, "cuda")
 # several servers on one machine. On a GPU a share of its memory, by which vLLM neither measures nor minds the others;
@@ -78,7 +80,7 @@ class Stack:
         if self.stack == "cuda":
             sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
             graphs = [*SHARE, "--max-model-len", "8192", "--compilation-config", json.dumps(sizes)]
-        elif self.stack == "emulated-9.1":  # vllm-ascend 0.11 knows no such number
+        elif EMULATED.get(self.stack, ("",))[0] == "9.1":  # vllm-ascend 0.11 knows no such number
             batch += KEYS
         ranks = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
         return [*COMPACT, *batch, *dtype, *graphs, *ranks]
@@ -100,11 +102,12 @@ class Stack:
         base |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **caches}
         on, python = "cuda" if self.stack == "cuda" else "cpu", Path(sys.executable)
         if self.stack in EMULATED:
-            stack = stacks.named(EMULATED[self.stack])
+            release, card = EMULATED[self.stack]
+            stack = stacks.named(release)
             place = find_venv(stack=stack)
             # every card of CANN 9.1 has Triton-Ascend, whose kernels are other code than what stands in for them
             triton = PACKAGES if stack.name == "9.1" and PACKAGES.is_dir() else None
-            machine = Machine(stack.cann[0], self.devices, triton=triton)
+            machine = Machine(stack.cann[0], self.devices, triton=triton, card=card)
             base, python = environment(machine, place, base), place / "bin/python"
         elif self.stack == CPU_0_33:
             base, python = {**base, "CUDA_VISIBLE_DEVICES": ""}, on_cpu.PYTHON
