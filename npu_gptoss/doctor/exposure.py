@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from npu_gptoss import envs
 from npu_gptoss.doctor.findings import Finding, failed, ok, warning
@@ -18,12 +18,13 @@ from npu_gptoss.doctor.stack import numbers
 PAGE = "docs/exposing-the-server.md"
 GUARD = "admission"  # the patch of vLLM that checks the key
 STARLETTE_MENDED = (1, 0, 1)  # CVE-2026-48710; vLLM's own check of the key rests on it
+CONFIG = re.compile(r"^([\w-]+):[ \t]*(.*?)[ \t]*(?: #.*)?$", re.M)  # a line of the file that --config names
 SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
 
 
 @dataclass(frozen=True)
 class Server:
-    """`environ` is None where this user may not read it."""
+    """words: the options in --config's file, then the command. `environ` is None where this user may not read it."""
 
     pid: int
     words: tuple[str, ...]
@@ -31,17 +32,15 @@ class Server:
 
     def option(self, name: str, default: str) -> str:
         """The last value of a flag, as vLLM's parser takes it."""
-        found = default
-        for place, word in enumerate(self.words):
-            if word == name and place + 1 < len(self.words):
-                found = self.words[place + 1]
-            elif word.startswith(f"{name}="):
-                found = word.partition("=")[2]
-        return found
+        return _option(self.words, name, default)
 
     @property
     def host(self) -> str:
         return self.option("--host", "all addresses")
+
+    @property
+    def socket(self) -> str:
+        return self.option("--uds", "")
 
     @property
     def keyed(self) -> bool:
@@ -50,7 +49,8 @@ class Server:
 
     @property
     def place(self) -> str:
-        return f"{self.host} port {self.option('--port', '8000')} (process {self.pid})"
+        where = self.socket or f"{self.host} port {self.option('--port', '8000')}"
+        return f"{where} (process {self.pid})"
 
 
 def servers(here: Machine) -> list[Server]:
@@ -60,8 +60,10 @@ def servers(here: Machine) -> list[Server]:
             words = tuple((folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0"))
         except OSError:  # it has ended
             continue
-        # a process that a server has forked keeps its command
-        if not _serves(words) or any(words == server.words for server in found):
+        if not _serves(words) or "--headless" in words:  # a node without a port
+            continue
+        words = (*_configured(here, folder, words), *words)
+        if any(words == server.words for server in found):  # a process that a server has forked keeps its command
             continue
         try:
             text = (folder / "environ").read_bytes().decode(errors="replace")
@@ -70,6 +72,25 @@ def servers(here: Machine) -> list[Server]:
             environ = None
         found.append(Server(int(folder.name), words, environ))
     return found
+
+
+def _option(words: Sequence[str], name: str, default: str) -> str:
+    found = default
+    for place, word in enumerate(words):
+        flag, given, value = word.partition("=")
+        if flag.replace("_", "-") == name and (given or place + 1 < len(words)):
+            found = value if given else words[place + 1]
+    return found
+
+
+def _configured(here: Machine, process: Path, words: Sequence[str]) -> list[str]:
+    """The flags in the file that --config names, which those of the command outweigh."""
+    name = _option(words, "--config", "")
+    try:
+        text = (here.path(name) if name.startswith("/") else process / "cwd" / name).read_text() if name else ""
+    except (OSError, UnicodeError):
+        return []
+    return [word for key, value in CONFIG.findall(text) for word in (f"--{key}", value.strip("\"'"))]
 
 
 def _serves(words: Sequence[str]) -> bool:
@@ -96,7 +117,7 @@ def exposure(here: Machine) -> Iterator[Finding]:
 
 
 def _judged(here: Machine, server: Server) -> Finding:
-    alone = server.host.startswith("127.") or server.host in ("localhost", "::1")
+    alone = server.socket or server.host.startswith("127.") or server.host in ("localhost", "::1")
     if server.keyed:
         weak = _unguarded(here, server.environ or {}, f"The server on {server.place}", keyed=True)
         if weak:
@@ -105,7 +126,8 @@ def _judged(here: Machine, server: Server) -> Finding:
         return ok(f"A server listens on {server.place}: this machine alone.")
     proxy = f"Let it listen on 127.0.0.1 behind a proxy that lets in the clients' routes alone: {PAGE}."
     if server.keyed:
-        weak = f"It speaks no TLS, and vLLM {here.vllm} has known holes: not without a proxy"
+        plain = "" if server.option("--ssl-certfile", "") else "It speaks no TLS, and "
+        weak = f"{plain}vLLM {here.vllm} has known holes: not without a proxy"
         return warning(f"A server listens on {server.place} with a key. {weak}.", proxy)
     key = "asks for no key" if server.environ is not None else "whether it asks for a key is not to be seen"
     return warning(

@@ -54,6 +54,29 @@ def test_a_server_for_this_machine_alone_is_well(tmp_path: Path) -> None:
     only(exposure.exposure(here), "ok", "this machine alone")
 
 
+def test_options_of_a_config_file_count_and_the_command_outweighs_them(tmp_path: Path) -> None:
+    here = running(machine(tmp_path, NEW), "--config", "serve.yaml")
+    (folder := tmp_path / "proc/7/cwd").mkdir()
+    (folder / "serve.yaml").write_text(f"# ours\nhost: '127.0.0.1' # here\nport: 8123\napi-key:\n  - {SECRET}\n")
+    only(exposure.exposure(here), "ok", "127.0.0.1 port 8123")
+    here = running(machine(tmp_path / "b", NEW), "--config=/serve.yaml", "--host", "0.0.0.0")
+    only(exposure.exposure(here), "warning", "asks for no key")  # its file is not there
+    (tmp_path / "b/serve.yaml").write_text(f"host: 127.0.0.1\napi_key: {SECRET}\nssl_certfile: c.pem\n")
+    found = list(exposure.exposure(here))
+    only(found, "warning", "0.0.0.0 port 8000", "with a key. vLLM")
+    assert SECRET not in in_words(found, {"x": [""]})
+
+
+def test_a_node_without_a_port_and_a_socket_of_this_machine_reach_nobody(tmp_path: Path) -> None:
+    only(exposure.exposure(running(machine(tmp_path / "a", NEW), "--headless")), "ok", "No server runs here")
+    only(
+        exposure.exposure(running(machine(tmp_path / "b", NEW), "--uds", "/run/x")),
+        "ok",
+        "/run/x (process 7)",
+        "machine alone",
+    )
+
+
 def test_server_is_reported_once_and_programs_that_name_one_are_not(tmp_path: Path) -> None:
     (tmp_path / "proc/9").mkdir(parents=True)
     here = running(machine(tmp_path), program=("env", "A=1", "vllm"))
