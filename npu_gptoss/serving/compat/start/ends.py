@@ -44,6 +44,7 @@ _MEMORY = "Ask for less memory: a smaller --max-model-len, or another --gpu-memo
 _COUNTS = "Give --max-model-len, --max-num-seqs and --max-num-batched-tokens as numbers above 0"
 _SIZES = "Give at least 1 to --tensor-parallel-size, --decode-context-parallel-size and --data-parallel-size"
 _OBJECT = "Give an object in braces to each option that takes JSON, such as --speculative-config"
+_PARSERS = "Use --tool-call-parser openai and leave out --reasoning-parser: gpt-oss has one form of calls and reasoning"
 _YAML = "Give --config one YAML file with lines of the form `option: value`"
 _PLUGINS = (
     "Unset VLLM_PLUGINS, or let it name npu_gptoss_cpu too (on an NPU ascend); `npu-gptoss doctor` says what lacks"
@@ -68,6 +69,7 @@ REMEDIES = (
     (r"max_num_batched_tokens \(\d", "Use a larger --max-num-batched-tokens or a smaller --max-num-seqs"),
     (r"modulo by zero|data_parallel_rank \(0", _SIZES),
     (r"'(int|float)' object has no attribute|must be a mapping", _OBJECT),
+    (r"(?i)(reasoning|tool[ -]call)[ -]parser", _PARSERS),
     (r"values to unpack", "Give an option that names a class its module too, as in `package.module.Class`"),
     (r"object has no attribute 'items'|while (parsing|scanning)|[Cc]onfig file", _YAML),
     (r"divisible by tensor parallel", "Use a --tensor-parallel-size that divides it"),
@@ -232,4 +234,4 @@ def sentence(error: BaseException) -> str:
     text = re.sub(r" ?Please (raise|open|file|report) [^.]*\.?", "", text)
     found = ((re.search(pattern, text), remedy) for pattern, remedy in REMEDIES)
     remedy = next((match.expand(remedy) for match, remedy in found if match), REMEDY)
-    return f"{short(text, _LONGEST).rstrip('.')}. {remedy}."
+    return f"{short(text, _LONGEST).rstrip('.!')}. {remedy}."
