@@ -60,6 +60,15 @@ SEARCHES = {"tool_search_call", "tool_search_output"}  # no call_id if OpenAI's 
 LEFT_OUT = {
     *("web_search_call", "file_search_call", "code_interpreter_call", "computer_call", "computer_call_output"),
     *("image_generation_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+    *("program", "program_output"),
+}
+_COMPACTED = "this server cannot read a conversation that another server compacted; send its items."
+# kind -> why it is refused
+REFUSED = {
+    "compaction": _COMPACTED,
+    "compaction_summary": _COMPACTED,
+    "compaction_trigger": "this server compacts no conversation; ask for a summary in words.",
+    "configuration_update": "this server reads no such item; set reasoning and text of the request.",
 }
 
 
@@ -176,10 +185,8 @@ class _Reader:
             return self._mcp(place, fields)
         if kind == "item_reference":
             return self._referenced(place, fields.get("id"))
-        if kind in ("compaction", "compaction_summary"):
-            raise ConversationError(
-                f"{place}: this server cannot read a conversation that another server compacted; send its items.", place
-            )
+        if kind in REFUSED:
+            raise ConversationError(f"{place}: {REFUSED[kind]}", place)
         what = "an item of OpenAI's Responses API"
         raise expected(f"{place}.type", what, kind) if fields else expected(place, what, item)
 

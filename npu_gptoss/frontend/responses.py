@@ -54,13 +54,16 @@ WITHOUT_EFFECT = {
     *("user", "metadata", "service_tier", "truncation", "max_tool_calls", "stream_options", "moderation"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier", "client_metadata"),
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
+    *("access_programs", "background_options", "image"),
 }
+# field -> the reason why it has no effect
+LEFT_OUT = {"context_management": "this server compacts no conversation"}
 # field -> the expected value
 REFUSED = {
     "conversation": "the conversation's items in input, or previous_response_id: this server keeps no conversations",
     "prompt": "instructions and input: this server keeps no prompt templates",
 }
-_KNOWN = READ | PASSED | STORED | WITHOUT_EFFECT | REFUSED.keys()
+_KNOWN = READ | PASSED | STORED | WITHOUT_EFFECT | LEFT_OUT.keys() | REFUSED.keys()
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def read(
     """
     defaults = defaults or Defaults()
     body = {name: value for name, value in body.items() if value is not None}
-    body, warnings = begin(body, _KNOWN, REFUSED, {})
+    body, warnings = begin(body, _KNOWN, REFUSED, LEFT_OUT)
     _check(body)
     warnings += unread(body.get("reasoning", {}), "reasoning", ("effort",))
     warnings += unread(body.get("text", {}), "text", ("format",))

@@ -18,8 +18,8 @@ from npu_gptoss.harmony.conversation import ConversationError, expected, fields_
 
 HOSTED = {
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "tool_search", "mcp"),
-    *("computer", "computer_use", "computer_use_preview", "local_shell", "shell", "apply_patch", "programmatic"),
-    *("browser_search", "x_search", "container"),
+    *("computer", "computer_use", "computer_use_preview", "local_shell", "shell", "apply_patch"),
+    *("browser_search", "x_search", "container", "programmatic", "programmatic_tool_calling"),
 }
 # Anthropic's have a date: bash_20250124, web_search_20250305
 _ANTHROPIC = ("bash", "text_editor", "str_replace_editor", "memory", "web_fetch", "code_execution", "advisor")

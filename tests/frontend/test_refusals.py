@@ -65,6 +65,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1]"),
     ({"input": [USER, {"id": "msg_1"}]}, "input[1]"),
     ({"input": [USER, {"type": "compaction", "encrypted_content": "x"}]}, "input[1]"),
+    ({"input": [USER, {"type": "configuration_update", "reasoning": {"effort": "low"}}]}, "input[1]"),
     ({"input": [USER, RESULT]}, "input[1].call_id"),
     ({"input": [USER, A_CALL | {"name": None}]}, "input[1].name"),
     ({"input": [USER, A_CALL | {"call_id": None}]}, "input[1].call_id"),
@@ -123,8 +124,11 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["thinking", "verbosity", "store", "reasoning.enabled", "function_call", "messages[0].name"],
     ),
     "responses": (
-        {"text": {"verbosity": "low"}, "reasoning": {"summary": "auto"}, "n": 2, "store": True},
-        ["n", "reasoning.summary", "text.verbosity"],
+        {
+            **{"text": {"verbosity": "low"}, "reasoning": {"summary": "auto"}, "n": 2, "store": True},
+            "context_management": [{"type": "compaction"}],
+        },
+        ["n", "context_management", "reasoning.summary", "text.verbosity"],
     ),
     "messages": (
         {

@@ -7,12 +7,14 @@ by our handlers (test_engine.py tests it), a reason to leave requests to vLLM's 
 from __future__ import annotations
 
 import inspect
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from npu_gptoss.frontend import chat, messages, responses
+from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.serving.releases import here
 from tests.frontend.test_turn import GRAMMAR_HEADERS
 from tests.serving.conftest import found
@@ -43,7 +45,7 @@ TABLES = {
     "chat": (chat.READ, chat.PASSED, chat.WITHOUT_EFFECT, chat.REFUSED, {chat.BEAM_SEARCH}),
     "responses": (
         *(responses.READ, responses.PASSED, responses.STORED, responses.WITHOUT_EFFECT),
-        responses.REFUSED,
+        *(responses.LEFT_OUT, responses.REFUSED),
     ),
     "messages": (
         *(messages.READ, messages.PASSED, messages.WITHOUT_EFFECT, messages.LEFT_OUT),
@@ -107,3 +109,25 @@ def test_field_is_in_two_tables_of_an_api() -> None:
     for api, tables in TABLES.items():
         names = [name for table in tables for name in table]
         assert len(names) == len(set(names)), api
+
+
+def test_field_item_or_tool_of_openais_library_is_unknown() -> None:
+    """The library of the release's lock, which is newer than vLLM's own class."""
+    from openai.types.responses import ResponseInputItemParam, ToolParam
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase
+
+    assert set(ResponseCreateParamsBase.__annotations__) <= set().union(*TABLES["responses"])
+    refused = []
+    for field, union in (("input", ResponseInputItemParam), ("tools", ToolParam)):
+        for kind in {kind for each in get_args(union) for kind in _kinds(each)}:
+            try:
+                responses.read({"input": "hi", field: [{"type": kind}]})
+            except ConversationError as error:
+                refused += [kind] if error.param == f"{field}[0].type" else []
+    assert refused == []
+
+
+def _kinds(item: type) -> tuple[str, ...]:
+    """Returns the values of its field `type`; none if it may lack one."""
+    hint = get_type_hints(item).get("type")
+    return get_args(hint) if get_origin(hint) is Literal else ()
