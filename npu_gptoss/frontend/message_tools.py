@@ -11,8 +11,8 @@ from npu_gptoss.frontend.tools import Tools, is_hosted, read_tools
 from npu_gptoss.harmony.conversation import expected, fields_of, sequence
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
-# Anthropic's own tools have a date: bash_20250124, tool_search_tool_bm25_20251119
-_DATED = re.compile(r"\w+_\d{8}|mcp_toolset")
+# Anthropic's own tools have a date: bash_20250124, tool_search_tool_bm25_20251119; the latter also without
+_OWN = re.compile(r"\w+_\d{8}|mcp_toolset|tool_search_tool_\w+")
 # Placeholder for a tool that is left out, so that later tools keep their numbers
 _NO_TOOL = {"type": "namespace", "name": "left_out", "tools": ()}
 
@@ -44,7 +44,7 @@ def _function(tool: Any, place: str, warnings: list[str]) -> Any:
             raise expected(f"{place}.input_schema", "a JSON schema", schema)
         own = {name: tool.get(name) for name in ("name", "description", "strict")}
         return {"type": "function", **own, "parameters": {"type": "object"} | dict(schema)}
-    if is_hosted(kind) or (isinstance(kind, str) and _DATED.fullmatch(kind)):
+    if is_hosted(kind) or (isinstance(kind, str) and _OWN.fullmatch(kind)):
         name = tool.get("name") or tool.get("mcp_server_name")
         named = f" ({name:.80})" if isinstance(name, str) else ""
         warnings.append(f"{place} is left out: this server runs no tool of type {kind:.80}{named}")

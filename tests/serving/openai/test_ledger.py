@@ -111,17 +111,25 @@ def test_field_is_in_two_tables_of_an_api() -> None:
         assert len(names) == len(set(names)), api
 
 
-def test_field_item_or_tool_of_openais_library_is_unknown() -> None:
-    """The library of the release's lock, which is newer than vLLM's own class."""
+def test_field_item_or_tool_of_a_vendors_library_is_unknown() -> None:
+    """The libraries of the release's lock, which are newer than vLLM's own classes."""
     from openai.types.responses import ResponseInputItemParam, ToolParam
     from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
     assert set(ResponseCreateParamsBase.__annotations__) <= set().union(*TABLES["responses"])
+    offered = [("input", ResponseInputItemParam, responses.read), ("tools", ToolParam, responses.read)]
+    if LATER:
+        from anthropic.types.beta import BetaToolUnionParam
+
+        offered.append(("tools", BetaToolUnionParam, messages.read))
     refused = []
-    for field, union in (("input", ResponseInputItemParam), ("tools", ToolParam)):
+    for field, union, read in offered:
         for kind in {kind for each in get_args(union) for kind in _kinds(each)}:
+            body = {"input": "hi", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+            # beside a function, as agents send it
+            beside = [{"name": "f", "input_schema": {}}] if read is messages.read else []
             try:
-                responses.read({"input": "hi", field: [{"type": kind}]})
+                read(body | {field: [{"type": kind, "name": "x"}, *beside]})
             except ConversationError as error:
                 refused += [kind] if error.param == f"{field}[0].type" else []
     assert refused == []
