@@ -61,9 +61,21 @@ def provide_vocabulary(model_dir: Path | None) -> None:
             "prints. It is not downloaded."
         )
     if directory is None:
-        directory = vocabulary.build_vocabulary(model_dir, cache_directory()).parent
+        directory = _built(model_dir)
         logger.info("The harmony vocabulary was built from %s into %s.", model_dir / "tokenizer.json", directory)
     os.environ[BASE_VARIABLE] = str(directory)
+
+
+def _built(model_dir: Path) -> Path:
+    """Builds the vocabulary into the cache; into the temporary folder where a read-only home takes none."""
+    for folder in (cache_directory(), Path(tempfile.gettempdir()) / f"npu_gptoss-{os.getuid()}"):
+        try:
+            return vocabulary.build_vocabulary(model_dir, folder).parent
+        except VocabularyError as error:
+            if error.field != "--output":  # not about the folder
+                raise
+            said = str(error).partition(" Name a")[0]
+    raise VocabularyError(f"{said} Let XDG_CACHE_HOME or TMPDIR name a writable folder.", field="TMPDIR")
 
 
 def can_load() -> bool:

@@ -59,6 +59,17 @@ def test_missing_vocabulary_of_a_checkpoint_is_reported(published, tmp_path):
     assert done.stdout == "[24912]\n", done.stderr
 
 
+def test_a_read_only_home_stops_the_server(directory, tmp_path, monkeypatch):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/tokenizer.json").symlink_to(directory / "tokenizer.json")
+    (tmp_path / "cache").write_text("no folder")
+    library.provide_vocabulary(tmp_path / "checkpoint")
+    assert is_published_vocabulary(Path(os.environ.pop(BASE_VARIABLE)) / VOCABULARY_FILE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "cache"))
+    with pytest.raises(VocabularyError, match=r"Not a directory\. Let XDG_CACHE_HOME or TMPDIR name"):
+        library.provide_vocabulary(tmp_path / "checkpoint")
+
+
 def test_a_missing_vocabulary_is_no_sentence_with_the_remedy(tmp_path):
     with pytest.raises(VocabularyError) as error:
         library.provide_vocabulary(None)
