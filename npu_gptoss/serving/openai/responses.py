@@ -35,6 +35,10 @@ STORE_HINT = (
     " This server stores no responses. Start it with VLLM_ENABLE_RESPONSES_API_STORE=1 (it then keeps them in "
     "memory until they are deleted), or send the earlier items of the conversation as input."
 )
+SERVERS_HINT = (  # without the option there is one for each engine of --data-parallel-size
+    " This server has {} API servers, and each keeps its own responses. Start it with --api-server-count 1, or send "
+    "the earlier items of the conversation as input."
+)
 NO_BACKGROUND = (  # vLLM's words
     "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
     "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
@@ -102,7 +106,10 @@ def _finder(self: Any) -> Callable[[str], Mapping[str, Any] | None]:
 
 def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
     """Returns the error for an unknown response, which explains how to store responses."""
-    hint = "" if self.enable_store else STORE_HINT
+    hint = STORE_HINT
+    if self.enable_store:
+        servers = self.engine_client.vllm_config.parallel_config._api_process_count
+        hint = SERVERS_HINT.format(servers) if servers > 1 else ""
     return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
 
 

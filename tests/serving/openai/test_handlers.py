@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import ParallelConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.frontend.engine import Piece, Step
@@ -97,6 +98,13 @@ def test_missing_response_does_not_say_how_responses_are_stored(serving: Any) ->
         assert "VLLM_ENABLE_RESPONSES_API_STORE=1" in answer.error.message
     refused = ask(serving, responses, background=True)
     assert (refused.error.code, refused.model_dump()["error"]["param"]) == (400, "background")
+
+
+@pytest.mark.parametrize(("servers", "told"), [(1, False), (2, True)])
+def test_response_that_another_api_server_keeps_is_missing_without_a_reason(serving: Any, servers: int, told: bool):
+    config = types.SimpleNamespace(parallel_config=ParallelConfig(_api_process_count=servers))
+    serving.enable_store, serving.engine_client = True, types.SimpleNamespace(vllm_config=config)
+    assert ("2 API servers" in responses.not_found(serving, "resp_1").error.message) == told
 
 
 def test_schema_or_earlier_call_of_a_batch_file_is_lost() -> None:
