@@ -27,32 +27,6 @@ def histc(self: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -
     return out
 
 
-@kernel("npu::npu_linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor")
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """input @ weight.T + bias, accumulated in float32."""
-    call = Call.of("npu_linear", "aclnnMm")
-    call.require(
-        input.size(-1) == weight.size(-1) and input.dtype == weight.dtype,
-        None,
-        f"input {shape(input)} of {input.dtype} and weight {shape(weight)} of {weight.dtype} should agree",
-        Layer.PARAMETER,
-    )
-    out = poisoned((*input.shape[:-1], weight.size(0)), input)
-    if call.context.execute:
-        out.copy_(torch.nn.functional.linear(input.float(), weight.float(), None if bias is None else bias.float()))
-    return out
-
-
-@kernel("npu::npu_silu(Tensor input) -> Tensor")
-def silu(input: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(input.float()).to(input.dtype)
-
-
-@kernel("npu::npu_silu_(Tensor(a!) input) -> Tensor(a!)")
-def silu_(input: torch.Tensor) -> torch.Tensor:
-    return input.copy_(torch.nn.functional.silu(input.float()))
-
-
 @kernel("npu::npu_prefetch(Tensor input, Tensor? dependency, int max_size, int offset=0) -> ()")
 def prefetch(input: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0) -> None:
     """Computes nothing: a hint to the cache."""

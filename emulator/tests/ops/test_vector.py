@@ -250,9 +250,4 @@ def test_small_operators():
     x = torch.randn(3, 8)
     assert torch.equal(OPS["npu::npu_dtype_cast"](x, torch.bfloat16), x.bfloat16())
     assert torch.equal(OPS["npu::_npu_dtype_cast"](x, torch.float16), x.half())
-    assert_close(OPS["npu::npu_linear"](x, torch.eye(8), torch.ones(8)), x + 1)
-    assert_close(OPS["npu::npu_silu"](x), x * torch.sigmoid(x))
-    y = x.clone()
-    assert OPS["npu::npu_silu_"](y) is y
-    assert torch.equal(y, OPS["npu::npu_silu"](x))
     assert OPS["npu::npu_prefetch"](x, None, 1) is None
