@@ -1,4 +1,4 @@
-"""Brings tokens into expert order: init_routing (two versions) and token_permute."""
+"""Brings tokens into expert order: init_routing_v2 and token_permute."""
 
 from __future__ import annotations
 
@@ -16,50 +16,6 @@ NO_QUANTISATION, DYNAMIC_INT8 = -1, 1
 _served: dict[tuple[int, int], int] = {}  # rows of the call before, for the defect stale-counts
 
 Quad = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@kernel(
-    "npu::npu_moe_init_routing(Tensor x, Tensor row_idx, Tensor expert_idx, int active_num) -> (Tensor, Tensor, Tensor)"
-)
-def moe_init_routing(
-    x: torch.Tensor, row_idx: torch.Tensor, expert_idx: torch.Tensor, active_num: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [M, H], row_idx and expert_idx int32 [M, K] -> rows by expert, places [M * K] column-major, sorted experts."""
-    call = Call.of("npu_moe_init_routing", "aclnnMoeInitRouting")
-    call.require(
-        x.dim() == 2 and x.dtype in FLOATS,
-        None,
-        f"The x should be 2D and float16, float32 or bfloat16, got {name_of(x.dtype)} {shape(x)}",
-        Layer.BINDING,
-    )
-    for name, tensor in (("expert_idx", expert_idx), ("row_idx", row_idx)):
-        call.require(
-            tensor.dim() == 2 and tensor.dtype == torch.int32,
-            60,
-            f"The {name} should be 2D: int32 tensor expected but got {name_of(tensor.dtype)} {shape(tensor)}",
-            Layer.BINDING,
-        )
-    call.require(
-        active_num >= 0, None, f"The active_num must be a non-negative number, got {active_num}", Layer.BINDING
-    )
-    call.require(
-        x.size(0) == expert_idx.size(0) and expert_idx.shape == row_idx.shape,
-        60,
-        f"The shape of expert_idx and row_idx should be same with x's rows: got x {shape(x)}, row_idx "
-        f"{shape(row_idx)}, expert_idx {shape(expert_idx)}",
-        Layer.BINDING,
-    )
-    rows, choices = expert_idx.shape
-    active = min(rows, active_num)
-    expanded = poisoned((active * choices, x.size(1)), x)
-    places, experts = (poisoned((rows * choices,), x, torch.int32) for _ in range(2))
-    if call.context.execute:
-        ordered, order = torch.sort(expert_idx.flatten(), stable=True)
-        experts.copy_(ordered)
-        source = row_idx.flatten()[order].long()  # column-major pair numbers, choice * rows + row
-        places[source] = torch.arange(rows * choices, dtype=torch.int32)
-        expanded.copy_(x[source[: active * choices] % rows])
-    return expanded, places, experts
 
 
 INIT_ROUTING = (  # of version 2 and of vllm-ascend's copy

@@ -200,20 +200,3 @@ def gated(
     if out_flag:
         out.copy_(norm)
     return y, ids, out
-
-
-@kernel("npu::npu_moe_compute_expert_tokens(Tensor sorted_expert_for_source_row, int num_expert) -> Tensor")
-def moe_compute_expert_tokens(sorted_expert_for_source_row: torch.Tensor, num_expert: int) -> torch.Tensor:
-    """Sorted expert ids int32 [n] -> int32 [num_expert]: rows of each expert and all before it."""
-    call = Call.of("npu_moe_compute_expert_tokens", "aclnnMoeComputeExpertTokens")
-    ids = sorted_expert_for_source_row
-    call.require(
-        ids.dtype == torch.int32 and ids.dim() == 1,
-        63,
-        f"sorted_expert_for_source_row should be int32 with one dimension, got {name_of(ids.dtype)} {shape(ids)}",
-        Layer.PARAMETER,
-    )
-    out = poisoned((num_expert,), ids)
-    if call.context.execute:
-        out.copy_(torch.searchsorted(ids.contiguous(), torch.arange(num_expert, dtype=torch.int32), right=True))
-    return out

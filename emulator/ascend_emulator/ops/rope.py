@@ -1,4 +1,4 @@
-"""Rotary embeddings in their four forms."""
+"""Rotary embeddings in their three forms."""
 
 from __future__ import annotations
 
@@ -96,76 +96,6 @@ def apply_rotary_pos_emb(
         for tensor in (query, key):
             tensor.copy_(_turn(tensor, cos, sin, rotary_mode))
     return query, key
-
-
-@kernel(
-    "npu::npu_mrope(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
-    "int[]? mrope_section=None, str? rotary_mode='half') -> (Tensor, Tensor)"
-)
-def mrope(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    head_size: int,
-    *,
-    mrope_section: list[int] | None = None,
-    rotary_mode: str | None = "half",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [T, N * head_size], key [T, N_kv * head_size], cache [positions, rotary_dim] = cos | sin -> new tensors."""
-    call = Call.of("npu_mrope", "aclnnRopeWithSinCosCache")
-    tensors = (query, key, cos_sin_cache)
-    sizes = f"query {shape(query)}, key {shape(key)}, cos_sin_cache {shape(cos_sin_cache)}"
-    call.require(all(t.dim() == 2 for t in tensors), 74, f"all should have two dimensions: {sizes}", Layer.PARAMETER)
-    call.require(
-        len({t.dtype for t in tensors}) == 1,
-        74,
-        f"query, key and cos_sin_cache should share one dtype, got {', '.join(name_of(t.dtype) for t in tensors)}",
-        Layer.PARAMETER,
-    )
-    step = 16 if query.dtype == torch.float32 and not call.context.diagnostic_fp32 else 32
-    rotary = cos_sin_cache.size(1)
-    call.require(
-        head_size % step == 0 and rotary % step == 0,
-        74,
-        f"head_size and rotary_dim should be multiples of {step} for {name_of(query.dtype)}, got {head_size} and "
-        f"{rotary}",
-        Layer.PARAMETER,
-    )
-    call.require(
-        rotary <= head_size, 74, f"rotary_dim {rotary} should be at most head_size {head_size}", Layer.PARAMETER
-    )
-    call.require(
-        query.size(0) == key.size(0) and query.size(1) % head_size == 0 and key.size(1) % head_size == 0,
-        74,
-        f"query and key should have one row a token and whole heads of {head_size}: {sizes}",
-        Layer.PARAMETER,
-    )
-    outs = poisoned(query.shape, query), poisoned(key.shape, key)
-    if any(mrope_section or ()):
-        raise NotEmulatedError(f"npu_mrope: the emulator has no sections, got {mrope_section}")
-    call.require(
-        positions.dim() == 1 and positions.numel() == query.size(0) and not positions.dtype.is_floating_point,
-        74,
-        f"positions should be [{query.size(0)}] integers, got {name_of(positions.dtype)} {shape(positions)}",
-        Layer.PARAMETER,
-    )
-    if not call.context.execute:
-        return outs
-    at = positions.long()
-    inside = (at >= 0) & (at < cos_sin_cache.size(0))
-    if not inside.all():
-        call.undefined(74, f"positions should be below {cos_sin_cache.size(0)}, got {int(at.max())} (or below zero)")
-        at = at.clamp(0, cos_sin_cache.size(0) - 1)
-    neox = rotary_mode in (None, HALF)
-    half = cos_sin_cache[at].float().chunk(2, -1)
-    cos, sin = (torch.cat([t, t], -1) if neox else t.repeat_interleave(2, -1) for t in half)
-    for source, out in zip((query, key), outs, strict=True):
-        heads = source.view(source.size(0), -1, head_size)
-        turned = _turn(heads[..., :rotary], cos[:, None], sin[:, None], HALF if neox else INTERLEAVE)
-        out.copy_(torch.cat([turned.to(out.dtype), heads[..., rotary:]], -1).flatten(1))
-        out[~inside] = float("nan")
-    return outs
 
 
 @dataclass

@@ -99,11 +99,6 @@ def _table_rows(a: Arguments) -> int:
     return a.positions.numel() * a.cos_sin_cache.size(1) * a.cos_sin_cache.element_size()
 
 
-@measured("npu::npu_mrope")
-def _mrope(a: Arguments) -> Traffic:
-    return Traffic(_bytes(a.query, a.key, a.positions) + _table_rows(a), _bytes(a.query, a.key))
-
-
 @measured("atb::_npu_rotary_embedding")
 def _rotary(a: Arguments) -> Traffic:
     """Two look-ups, of cosines and sines as wide as both halves, and ATB's kernel (op-plugin, RopeAtb.cpp)."""

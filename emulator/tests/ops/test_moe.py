@@ -10,7 +10,6 @@ from tests.tolerances import assert_close
 
 init_v2 = OPS["npu::npu_moe_init_routing_v2"]
 unpermute = OPS["npu::npu_moe_token_unpermute"]
-finalize = OPS["npu::npu_moe_finalize_routing"]
 
 TOKENS, CHOICES, EXPERTS, HIDDEN = 9, 3, 6, 32
 
@@ -87,26 +86,6 @@ def test_permute_sorts_rows_by_index():
     assert_close(unpermute(permuted, places, weights), (x.float() * weights.sum(1, keepdim=True)))
     kept, _ = OPS["npu::npu_moe_token_permute"](x, ids, num_out_tokens=5)
     assert torch.equal(kept, permuted[:5])
-
-
-def test_version_1_routing_feeds_finalize_with_column_major_places():
-    x, ids, weights = routed(3)
-    row_idx = torch.arange(ids.numel(), dtype=torch.int32).view(CHOICES, TOKENS).T.contiguous()
-    rows, places, experts = OPS["npu::npu_moe_init_routing"](x, row_idx, ids, TOKENS)
-    assert experts.tolist() == sorted(ids.flatten().tolist())
-    ends = OPS["npu::npu_moe_compute_expert_tokens"](experts, EXPERTS)
-    assert ends.tolist() == torch.bincount(ids.flatten(), minlength=EXPERTS).cumsum(0).tolist()
-    bias, skip = torch.randn(EXPERTS, HIDDEN).bfloat16(), torch.randn(TOKENS, HIDDEN).bfloat16()
-    scales = weights.bfloat16()
-    out = finalize(
-        expert_of_row(rows, experts.long()).bfloat16(), skip, None, bias, scales, places, ids, drop_pad_mode=0
-    )
-    each = (x.float()[:, None] * (ids[..., None] + 1)).bfloat16().float() + bias.float()[ids.long()]
-    assert_close(out, skip.float() + (each * scales.float()[..., None]).sum(1))
-    row_major = torch.empty_like(places)
-    row_major[:] = places.view(CHOICES, TOKENS).T.flatten()
-    again = finalize(expert_of_row(rows, experts.long()).bfloat16(), skip, None, bias, scales, row_major, ids, 2)
-    assert torch.equal(again, out)
 
 
 def test_top_k_softmax_is_over_all_experts_and_numbers_rows_by_column():

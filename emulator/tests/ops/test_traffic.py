@@ -39,11 +39,6 @@ def test_a_cache_write_touches_its_slots():
     assert OPS["npu::npu_scatter_pa_kv_cache"].traffic(new, new, cache, cache, slots.long()) == (6 * 64 + 24, 6 * 64, 1)
 
 
-def test_rotary_embeddings_read_their_positions_rows():
-    query, at, table = torch.zeros(2, 128).bfloat16(), torch.arange(2), torch.zeros(1000, 64).bfloat16()
-    assert OPS["npu::npu_mrope"].traffic(at, query, query, table, 64) == (2 * 512 + 16 + 2 * 128, 2 * 512, 1)
-
-
 def test_the_rotary_operator_of_atb_is_two_look_ups_and_a_kernel():
     query, key = torch.zeros(3, 128).bfloat16(), torch.zeros(3, 64).bfloat16()
     at, table = torch.arange(3), torch.zeros(1000, 64).bfloat16()

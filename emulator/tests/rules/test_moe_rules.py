@@ -1,4 +1,4 @@
-"""R57 to R63 and R65: routing, dispatch and combine."""
+"""R57 to R59, R61 and R65: routing, dispatch and combine."""
 
 from __future__ import annotations
 
@@ -24,22 +24,17 @@ from emulator.tests.contracts import (
 softmax = OPS["npu::npu_moe_gating_top_k_softmax"]
 softmax_v2 = OPS["npu::npu_moe_gating_top_k_softmax_v2"]
 gating = OPS["npu::npu_moe_gating_top_k"]
-init = OPS["npu::npu_moe_init_routing"]
 init_v2 = OPS["npu::npu_moe_init_routing_v2"]
 permute = OPS["npu::npu_moe_token_permute"]
 unpermute = OPS["npu::npu_moe_token_unpermute"]
-finalize = OPS["npu::npu_moe_finalize_routing"]
-expert_tokens = OPS["npu::npu_moe_compute_expert_tokens"]
 
 LOGITS = torch.randn(5, 8)
 IDS = torch.tensor([[0, 2], [1, 2], [3, 0]], dtype=torch.int32)
 ROWS = torch.randn(3, 32).bfloat16()
 
 
-BF16_ROWS, PLACES = torch.randn(6, 32).bfloat16(), torch.arange(6, dtype=torch.int32)
+PLACES = torch.arange(6, dtype=torch.int32)
 FLOAT_ROWS, PROBS = torch.randn(6, 32), torch.rand(3, 2)
-ROW_IDX = torch.arange(6, dtype=torch.int32).view(2, 3).T.contiguous()
-BIAS, SKIP, SCALES = torch.randn(4, 32).bfloat16(), torch.randn(3, 32).bfloat16(), torch.rand(3, 2).bfloat16()
 
 
 def gated(x: torch.Tensor = LOGITS, **options: object) -> partial:
@@ -55,13 +50,6 @@ def routing_v2(**changes: object) -> dict:
 
 def unpermuted(rows: torch.Tensor = FLOAT_ROWS, **changes: object) -> partial:
     return partial(unpermute, rows, **{"sorted_indices": PLACES, "probs": PROBS, **changes})
-
-
-def routing(**changes: object) -> dict:
-    return {
-        "expanded_permuted_rows": BF16_ROWS, "skip1": SKIP, "skip2": SKIP, "bias": BIAS, "scales": SCALES,
-        "expanded_src_to_dst_row": PLACES, "export_for_source_row": IDS, "drop_pad_mode": 0, **changes,
-    }  # fmt: skip
 
 
 def named(changes: dict[str, object]) -> str:
@@ -110,13 +98,6 @@ BROKEN: Broken = {
             {"x": ROWS[:2]}, {"x": ROWS[..., None]}, {"x": ROWS.double()}, {"x": ROWS.to(torch.int8), "quant_mode": 1},
         )
     },
-    60: {
-        "int64 rows": (partial(init, ROWS, ROW_IDX.long(), IDS, 3),),
-        "int64 ids": (partial(init, ROWS, ROW_IDX, IDS.long(), 3),),
-        "columns": (partial(init, ROWS, ROW_IDX[:, :1], IDS, 3),),
-        "rows": (partial(init, ROWS, ROW_IDX[:2], IDS[:2], 3),),
-        "one dimension": (partial(init, ROWS, ROW_IDX.flatten()[:3], IDS.flatten()[:3], 3),),
-    },
     61: {
         "padded": (partial(permute, ROWS, IDS, padded_mode=True),),
         "513 of a token": (partial(permute, ROWS, torch.zeros(3, 513, dtype=torch.int32)),),
@@ -134,34 +115,12 @@ BROKEN: Broken = {
         "unpermute, rank": (unpermuted(FLOAT_ROWS[..., None]), "permuted_tokens"),
         "unpermute, float64": (unpermuted(FLOAT_ROWS.double()), "permuted_tokens"),
     },
-    62: {
-        **{
-            f"{number}: {named(changes)}": (of(finalize, routing, **changes),)
-            for number, changes in enumerate((
-                {"bias": BIAS.float()}, {"scales": SCALES.float()}, {"bias": BIAS[:, :16]},
-                {"skip1": None}, {"export_for_source_row": None}, {"drop_pad_mode": 4}, {"drop_pad_mode": 1},
-                {"expanded_permuted_rows": BF16_ROWS.double()}, {"expanded_permuted_rows": BF16_ROWS[None]},
-                {"drop_pad_mode": 4, "expanded_permuted_rows": BF16_ROWS[None]},
-                {"expanded_src_to_dst_row": PLACES.long()}, {"expanded_src_to_dst_row": PLACES[None]},
-                {"export_for_source_row": IDS.long()}, {"export_for_source_row": IDS.flatten()},
-            ))
-        },
-        "float64 alone": (partial(finalize, BF16_ROWS.double(), None, None, None, None, PLACES, None), "float64"),
-        "a place past the end": (of(finalize, routing, expanded_src_to_dst_row=PLACES + 1), "places"),
-    },
-    63: {
-        "two dimensions": (partial(expert_tokens, IDS, 4),),
-        "int64": (partial(expert_tokens, torch.zeros(3, dtype=torch.int64), 4),),
-    },
     0: {
         **{
             f"finished, {what}, {version}": (partial(op, LOGITS, finished=finished, k=2), "finished should be bool [5]")
             for version, op in (("v1", softmax), ("v2", softmax_v2))
             for what, finished in (("float", torch.zeros(5)), ("rows", torch.zeros(4, dtype=torch.bool)))
         },
-        "init_routing, rank": (partial(init, ROWS[..., None], ROW_IDX, IDS, 3),),
-        "init_routing, float64": (partial(init, ROWS.double(), ROW_IDX, IDS, 3),),
-        "init_routing, -1": (partial(init, ROWS, ROW_IDX, IDS, -1),),
         "permute, rank": (partial(permute, ROWS[:, 0], IDS), "float with two dimensions or more"),
         "permute, float64": (partial(permute, ROWS.double(), IDS), "float with two dimensions or more"),
     },
@@ -182,15 +141,10 @@ LEGAL = {
     "init_routing_v2": of(init_v2, routing_v2, active_num=-1),
     "init_routing_v2, 10240": of(init_v2, routing_v2, expert_num=10240),
     "init_routing_v2, 5120": of(init_v2, routing_v2, expert_num=5120, expert_tokens_num_type=2),
-    "init_routing": partial(init, ROWS, ROW_IDX, IDS, 3),
     "permute": partial(permute, ROWS, IDS),
     "permute, 512": partial(permute, ROWS, torch.zeros(3, 512, dtype=torch.int32)),
     "unpermute": unpermuted(),
     "unpermute, 512": unpermuted(sorted_indices=torch.zeros(512, dtype=torch.int32), probs=torch.rand(1, 512)),
-    "finalize": of(finalize, routing),
-    "finalize, one skip": of(finalize, routing, skip2=None),
-    "finalize, no skip": of(finalize, routing, skip1=None, skip2=None),
-    "finalize, no bias": of(finalize, routing, bias=None, export_for_source_row=None),
 }
 
 
@@ -203,7 +157,6 @@ def test_limits_have_results():
     assert softmax(LOGITS, k=0)[0].shape == (5, 0)
     rows, *_ = init_v2(**routing_v2(x=ROWS.to(torch.int8)))
     assert rows.dtype == torch.int8, "quantised already"
-    assert init(ROWS, ROW_IDX, IDS, 0)[0].shape == (0, 32)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ add_norm = OPS["npu::npu_add_rms_norm"]
 norm = OPS["npu::npu_rms_norm"]
 apply_rope = OPS["npu::npu_apply_rotary_pos_emb"]
 rotary_mul = OPS["npu::npu_rotary_mul"]
-mrope = OPS["npu::npu_mrope"]
 rotary = OPS["atb::_npu_rotary_embedding"]
 write = OPS["atb::_npu_reshape_and_cache"]
 scatter = OPS["npu::npu_scatter_pa_kv_cache"]
@@ -54,11 +53,6 @@ def heads(dim: int) -> list[torch.Tensor]:
 
 def turned(x: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...] | None = None) -> partial:
     return partial(rotary_mul, bf16(*x), bf16(*cos), bf16(*(sin or cos)))
-
-
-def mropes(**changes: object) -> partial:
-    legal = {"positions": torch.arange(3), "query": bf16(3, 128), "key": bf16(3, 64), "cos_sin_cache": bf16(9, 64)}
-    return partial(mrope, **{**legal, "head_size": 64, **changes})
 
 
 def written(key: tuple[int, ...], slots: int) -> partial:
@@ -116,22 +110,6 @@ BROKEN: Broken = {
         "broadcast": (turned((2, 3, 2, 64), (1, 1, 1, 64)),),
         "D": (turned((1, 3, 2, 64), (1, 3, 1, 32)),),
     },
-    74: {
-        "rank": (mropes(query=bf16(3, 2, 64)),),
-        "dtype": (mropes(cos_sin_cache=torch.randn(9, 64)),),
-        "head size": (mropes(**NARROW),),
-        "rotary_dim": (mropes(cos_sin_cache=bf16(9, 128)),),
-        "rows": (mropes(query=bf16(4, 128)),),
-        "rank with whole heads": (mropes(query=bf16(3, 64, 2)),),
-        "head size % 32": (mropes(**NARROW, cos_sin_cache=bf16(9, 32)),),
-        "key's rows": (mropes(key=bf16(4, 64)),),
-        "query's heads": (mropes(query=bf16(3, 96)),),
-        "key's heads": (mropes(key=bf16(3, 96)),),
-        "rotary_dim % 32": (mropes(cos_sin_cache=bf16(9, 48)),),
-        "positions of two dimensions": (mropes(positions=torch.arange(3)[None]),),
-        "a position too many": (mropes(positions=torch.arange(4)),),
-        "positions as floats": (mropes(positions=torch.arange(3.0)),),
-    },
     0: {
         "swiglu float64": (partial(swiglu, zeros(2, 4, dtype=DOUBLE)),
                            "x should be float16, bfloat16 or float32, got float64"),
@@ -176,11 +154,6 @@ LEGAL = {
     "D 64 on 8.5": under(partial(apply_rope, *heads(64)), **ON_8_5),
     **{f"rotary_mul {mode}": partial(rotary_mul, *[bf16(1, 3, 2, 64)] * 3, mode) for mode in ("half", "interleave")},
     **{f"apply_rope {mode}": partial(apply_rope, *heads(128), "BSH", mode) for mode in ("half", "interleave")},
-    "mrope": mropes(),
-    "mrope of float32 by 16": partial(
-        mrope, torch.arange(3), torch.randn(3, 96), torch.randn(3, 48), torch.randn(9, 48), 48
-    ),
-    "mrope by 32": partial(mrope, torch.arange(3).int(), bf16(3, 128), bf16(3, 64), bf16(9, 32), 64),
     "cache write of nothing": partial(
         write, zeros(0, 2, 16), zeros(0, 2, 16), *caches(3, 4, 2, 16), zeros(0, dtype=INT32)
     ),
@@ -191,16 +164,6 @@ LEGAL = {
 @legal_calls(LEGAL)
 def test_legal_call_is_taken(run):
     run()
-
-
-def test_R74_mrope_positions_lie_inside_the_cache():
-    operands = (torch.tensor([0, 9]), bf16(2, 64), bf16(2, 64), bf16(9, 64), 64)
-    with rejects(74, "below 9"):
-        mrope(*operands)
-    with use(strict=False), leaves_undefined(74):
-        query, _ = mrope(*operands)
-    assert query[1].isnan().all()
-    assert query[0].isfinite().all()
 
 
 def test_R75_rotary_embedding_keeps_its_first_table():
