@@ -39,7 +39,7 @@ NAMES = ("reasoning_content", "reasoning")  # clients look for either
 
 # Fields of a request that this module reads. The engine does not see them.
 READ = {
-    *("messages", "tools", "tool_choice", "parallel_tool_calls", *STRUCTURE_FIELDS),
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", *STRUCTURE_FIELDS),
     *("stop", "include_stop_str_in_output", "stream_options", "include_reasoning", "echo"),
     *("reasoning_effort", "reasoning", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     "modalities",
@@ -64,15 +64,10 @@ WITHOUT_EFFECT = {
     "chat_template",  # admission refuses it unless the server trusts its clients; gpt-oss has a fixed format
 }
 # field -> the reason why it has no effect
-LEFT_OUT = {
-    "verbosity": "gpt-oss has no such setting",
-    "store": "this server keeps no chats",
-    "function_call": "tool_choice took its place",
-}
+LEFT_OUT = {"verbosity": "gpt-oss has no such setting", "store": "this server keeps no chats"}
 # field -> the expected value
 REFUSED = {
     "audio": "no audio: gpt-oss writes text",
-    "functions": "tools, which took their place",
     "web_search_options": "no web search: this server has none",
     "documents": "the documents' text in messages",
     "truncate_prompt_tokens": "a conversation that fits: harmony's messages are not cut",
@@ -84,12 +79,15 @@ BEAM_SEARCH = "use_beam_search"  # the engine's own server handles it
 
 @dataclass(frozen=True)
 class Request:
+    """A chat. deprecated: an answer's call is in `function_call`."""
+
     asked: Asked
     n: int = 1
     stream: bool = False
     usage: bool = False
     running_usage: bool = False
     with_token_ids: bool = False
+    deprecated: bool = False
     echo: str = ""
 
 
@@ -103,10 +101,18 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         raise expected("modalities", "text, which is all that gpt-oss writes", body["modalities"])
     if not sequence(body.get("messages"), "messages"):
         raise expected("messages", "a list of at least one message", body.get("messages"))
+    sequence(body.get("functions"), "functions")
     reasons = mapping(body.get("reasoning"), "reasoning", "an object with an effort")  # OpenRouter's
     warnings += unread(reasons, "reasoning", ("effort", "exclude"))
-    parallel = body.get("parallel_tool_calls") is not False
-    tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel)
+    deprecated = body.get("functions") is not None and body.get("tools") is None
+    given, choice, parallel = body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
+    if deprecated:
+        given, choice = [{"type": "function", "function": one} for one in body["functions"]], body.get("function_call")
+        choice = {"type": "function", "function": choice} if isinstance(choice, Mapping) else choice
+    else:
+        ignored = [name for name in ("functions", "function_call") if body.get(name)]
+        warnings += [f"{name} has no effect without functions, or with tools" for name in ignored]
+    tools = read_tools(given, choice, parallel=parallel is not False and not deprecated)
     messages = body["messages"]
     continued = _continued(body, messages)
     turns, names = [], {}
@@ -139,6 +145,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         usage=usage,
         running_usage=bool(usage and options.get("continuous_usage_stats")),
         with_token_ids=bool(body.get("return_token_ids")),
+        deprecated=deprecated,
         echo=_echo(body, messages),
     )
 
@@ -228,7 +235,7 @@ class Choice:
     @property
     def finish_reason(self) -> str | None:
         if self.sample.finish is not None and self.turn.called:
-            return "tool_calls"
+            return "function_call" if self._request.deprecated else "tool_calls"
         return self.sample.finish
 
     def delta(self, events: Sequence[Event]) -> Json:
@@ -249,7 +256,9 @@ class Choice:
             delta["content"] = texts[Kind.ANSWER]
         if Kind.REASONING in texts:
             delta |= dict.fromkeys(NAMES, texts[Kind.REASONING])
-        if calls:
+        if calls and self._request.deprecated:
+            delta["function_call"] = calls[0]["function"]
+        elif calls:
             delta["tool_calls"] = calls
         return delta
 
@@ -287,6 +296,8 @@ class Choice:
             calls.append({"id": new_id("call")} | _call(tool, text))
         message: Json = {"role": "assistant", "content": self._request.echo + (content or "") or content}
         message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": calls}
+        if self._request.deprecated and calls:
+            message |= {"function_call": calls[0]["function"], "tool_calls": []}
         return message | dict.fromkeys(NAMES, reasoning)
 
 

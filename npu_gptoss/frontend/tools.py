@@ -256,7 +256,7 @@ def _name(fields: Json, place: str) -> str:
 
 
 def _chosen(offered: list[Tool], choice: Any, parallel: bool, warnings: list[str]) -> Tools:
-    """Applies a `tool_choice` in the spelling of chat or /v1/responses."""
+    """Applies a `tool_choice` in the spelling of chat, /v1/responses or deprecated `function_call`."""
 
     def tools(mode: str, only: Sequence[Tool] = offered, tool: Tool | None = None) -> Tools:
         if mode == "required" and not only:

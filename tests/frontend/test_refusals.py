@@ -121,7 +121,7 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], list[str]]] = {
                 "reasoning": {"effort": "low", "enabled": True, "max_tokens": None},
             },
         },
-        ["thinking", "verbosity", "store", "function_call", "reasoning.enabled", "messages[0].name"],
+        ["thinking", "verbosity", "store", "reasoning.enabled", "function_call", "messages[0].name"],
     ),
     "responses": (
         {

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.frontend.apis import APIS, gathered, of_message, of_response
-from tests.frontend.turns import ANSWER, BASH, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to
+from tests.frontend.turns import ANSWER, BASH, CALL, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to
 from tests.serving.openai.cases import BY_THE_ENGINE, CHATS, RESPONSES
 from tests.serving.openai.conftest import NAME, Answer, Server
 
@@ -75,7 +75,18 @@ def test_tool_choice_none_hides_the_tools(server: Server) -> None:
         assert content(server.chat(**fields)) == "Four."
 
 
-def test_deprecated_calls_of_a_conversation_are_read(server: Server) -> None:
+def test_deprecated_functions_are_served(server: Server) -> None:
+    function = WEATHER["function"]
+    answer = server.chat(CALL, functions=[function]).json["choices"][0]
+    assert (answer["message"]["function_call"], answer["finish_reason"]) == (
+        {"name": "get_weather", "arguments": '{"city":"Paris"}'},
+        "function_call",
+    )
+    deltas = [json.loads(line[6:])["choices"] for line in server.chat(CALL, functions=[function], stream=True).lines]
+    calls = [
+        choice["delta"]["function_call"] for chunk in deltas for choice in chunk if "function_call" in choice["delta"]
+    ]
+    assert "".join(call["arguments"] for call in calls) == '{"city":"Paris"}'
     history = [
         USER,
         {"role": "assistant", "content": None, "function_call": {"name": "get_weather", "arguments": "{}"}},
