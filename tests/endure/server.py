@@ -96,8 +96,8 @@ class Stack:
 
     def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-        # caches that fill for longer than a run lasts seem to leak: xgrammar keeps schemas, up to 512 MiB of them; oneDNN
-        # and torch in front of it keep 0.1 MiB for each length of a prompt, up to 1024
+        # caches that fill for longer than a run lasts seem to leak: xgrammar keeps schemas, up to 512 MiB of them;
+        # oneDNN and torch in front of it keep 0.1 MiB for each length of a prompt, up to 1024
         caches = {"VLLM_XGRAMMAR_CACHE_MB": "8", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
         base |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **caches}
         on, python = "cuda" if self.stack == "cuda" else "cpu", Path(sys.executable)
