@@ -14,7 +14,7 @@ from setuptools import find_packages
 PACKAGE = Path(__file__).parent.parent / "npu_gptoss"
 
 # What each part may import of the others. `kernels` is the bottom; nothing imports serving.
-BASE = {"cann", "errors", "envs", "files", "nominal", "progress", "tables", "tokenizer", ""}
+BASE = {"cann", "errors", "envs", "files", "nominal", "progress", "tokenizer", ""}
 ALLOWED: dict[str, set[str]] = {
     "kernels": BASE,
     "attention": BASE | {"kernels"},
@@ -48,7 +48,6 @@ ALLOWED: dict[str, set[str]] = {
     | {"bench"},
     "nominal": set(),
     "progress": set(),
-    "tables": set(),
 }
 
 

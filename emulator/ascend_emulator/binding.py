@@ -10,7 +10,7 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p, py_object
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
-NOT_ON_CAPTURED_STREAM, STREAM_CAPTURED, CANNOT_UPDATE, KERNEL_FAILED = 107030, 107027, 207019, 507015
+NOT_ON_CAPTURED_STREAM, CANNOT_UPDATE, KERNEL_FAILED = 107030, 207019, 507015
 # results of emulator_acquire
 IDLE, HELD_UP, CAPTURING, UPDATING = range(4)
 

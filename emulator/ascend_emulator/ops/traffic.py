@@ -95,14 +95,10 @@ def _scatter_pa_kv_cache(a: Arguments) -> Traffic:
     return Traffic(_bytes(a.key, a.value, a.slot_mapping), _bytes(a.key, a.value))
 
 
-def _table_rows(a: Arguments) -> int:
-    return a.positions.numel() * a.cos_sin_cache.size(1) * a.cos_sin_cache.element_size()
-
-
 @measured("atb::_npu_rotary_embedding")
 def _rotary(a: Arguments) -> Traffic:
     """Two look-ups, of cosines and sines as wide as both halves, and ATB's kernel (op-plugin, RopeAtb.cpp)."""
-    looked_up = 2 * _table_rows(a)
+    looked_up = 2 * a.positions.numel() * a.cos_sin_cache.size(1) * a.cos_sin_cache.element_size()
     read = _bytes(a.query, a.key) + 2 * looked_up + 2 * _bytes(a.positions)
     return Traffic(read, _bytes(a.query, a.key) + looked_up, 3)
 
