@@ -125,6 +125,10 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
             f"No such thing. It is odd. {ends.REMEDY}.",
         ),
         (KeyError("x"), "KeyError: 'x'. "),
+        (
+            RuntimeError("Engine core process EngineCore_DP1 died unexpectedly."),
+            "unexpectedly. Read its last log lines",
+        ),
         (KeyError("invalid tool call parser: x (chose from { openai })"), "Use --tool-call-parser openai"),
         (RuntimeError("R1 reasoning parser could not locate its tokens!"), "its tokens. Use --tool-call-parser openai"),
         (AttributeError("'int' object has no attribute 'items'"), "Give an object in braces"),

@@ -69,6 +69,7 @@ REMEDIES = (
     (r"max_num_batched_tokens \(\d", "Use a larger --max-num-batched-tokens or a smaller --max-num-seqs"),
     (r"modulo by zero|data_parallel_rank \(0", _SIZES),
     (r"'(int|float)' object has no attribute|must be a mapping", _OBJECT),
+    (r"died (unexpectedly|with exit code)", "Read its last log lines; if it has none, memory may have run out"),
     (r"(?i)(reasoning|tool[ -]call)[ -]parser", _PARSERS),
     (r"values to unpack", "Give an option that names a class its module too, as in `package.module.Class`"),
     (r"object has no attribute 'items'|while (parsing|scanning)|[Cc]onfig file", _YAML),
