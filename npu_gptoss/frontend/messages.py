@@ -56,7 +56,7 @@ REFUSED = {
 _KNOWN = READ | PASSED | WITHOUT_EFFECT | LEFT_OUT.keys() | REFUSED.keys()
 
 THINKING_OFF = "thinking: disabled"  # counts as an effort: gpt-oss always reasons
-EFFORTS = {"xhigh": "high", "max": "high", THINKING_OFF: "low"}
+EFFORTS = {THINKING_OFF: "low"}
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 # HTTP status -> type of an error
 ERROR_TYPES = {

@@ -30,7 +30,7 @@ from npu_gptoss.harmony.schemas import written_out
 
 REASONING_EFFORTS = ("low", "medium", "high")
 # what clients send -> what gpt-oss was trained on. `none` is refused: gpt-oss always reasons.
-_EFFORTS = {effort: effort for effort in REASONING_EFFORTS} | {"minimal": "low"}
+_EFFORTS = {effort: effort for effort in REASONING_EFFORTS} | {"minimal": "low", "xhigh": "high", "max": "high"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FUNCTIONS = "functions."
 # type of a content part -> its field that holds the text
@@ -74,12 +74,12 @@ def text_field(fields: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def reasoning_effort(word: object, param: str = "reasoning_effort") -> str:
-    """low, medium or high; medium for None, low for `minimal`. Raises ConversationError for any other word."""
+    """low, medium or high, the nearest to a word of OpenAI's; medium for None. Raises ConversationError for others."""
     if word is None:
         return "medium"
     if isinstance(word, str) and word in _EFFORTS:
         return _EFFORTS[word]
-    raise expected(param, f"{', '.join(REASONING_EFFORTS)} (or minimal, which is low here)", word)
+    raise expected(param, f"{', '.join(REASONING_EFFORTS)} (or minimal, xhigh and max, the nearest)", word)
 
 
 def conversation(

@@ -154,10 +154,10 @@ def test_instructions_miss_the_system_turn_where_the_server_wants_them(prompt):
 
 
 def test_defaults_of_the_server_are_forgotten_or_beat_the_request(prompt):
-    defaults = Defaults(effort="low", efforts={"xhigh": "high"}, identity="You are Tiny.")
+    defaults = Defaults(effort="low", efforts={"deep": "high"}, identity="You are Tiny.")
     for read, given in ((chat.read, {"messages": [user()]}), (responses.read, {"input": "Hello"})):
         assert "Reasoning: low" in prompt(read, defaults, **given)
-        assert "Reasoning: high" in prompt(read, defaults, reasoning_effort="xhigh", **given)
+        assert "Reasoning: high" in prompt(read, defaults, reasoning_effort="deep", **given)
         assert "<|message|>You are Tiny.\n" in prompt(read, defaults, **given)
         own = prompt(read, defaults, chat_template_kwargs={"model_identity": "You are Own."}, **given)
         assert "<|message|>You are Own.\n" in own

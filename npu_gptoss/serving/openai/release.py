@@ -149,7 +149,7 @@ class Release_0_33(Release_0_23):
         # --anthropic-disabled-thinking-effort; None: auto. gpt-oss always reasons
         off = getattr(getattr(serving, "disabled_thinking_effort_resolver", None), "_effort", None)
         if off not in (None, "none"):
-            efforts[messages.THINKING_OFF] = messages.EFFORTS.get(off, off)
+            efforts[messages.THINKING_OFF] = off
         return dataclasses.replace(super().defaults(serving), efforts=efforts)
 
     def preflight(self, serving: Any, samples: int) -> None:

@@ -118,6 +118,8 @@ def test_generation_prompt_that_is_switched_off_is_refused(server: Server) -> No
     [
         ({"reasoning_effort": "high"}, "high"),
         ({"reasoning_effort": "minimal"}, "low"),
+        ({"reasoning_effort": "xhigh"}, "high"),
+        ({"reasoning_effort": None, "reasoning": {"effort": "max"}}, "high"),
         ({"reasoning_effort": None, "reasoning": {"effort": "low"}}, "low"),
         ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "high"),
         ({"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}, "low"),
