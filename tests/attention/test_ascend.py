@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from ascend_emulator.rules import ContractError
 
-from npu_gptoss.attention import AttentionMetadata, ascend
+from npu_gptoss.attention import AttentionMetadata, ascend, write_kv_cache
 from npu_gptoss.kernels import KernelError
 from tests import ascend_ops
 from tests.attention import cases
@@ -131,6 +132,28 @@ def test_as_many_requests_go_into_a_call_as_the_cache_has_blocks_for(num_blocks,
 
 
 @pytest.mark.parametrize(
+    ("apart", "requests", "window", "more"),
+    [
+        (True, [(1, 20), (1, 513)], None, 1),
+        (False, [(1, 20), (1, 513)], None, 0),
+        (True, [(1, 20), (1, 512)], None, 0),
+        (True, [(1, 20), (1, 513)], WINDOW, 0),
+        (True, [(2, 20), (1, 513)], None, 0),
+    ],
+    ids=["merged wrongly", "not on 8.3", "one tile of keys", "a window", "two rows already"],
+)
+def test_heads_of_a_decode_over_512_keys_are_merged_or_cost_a_row(calls, monkeypatch, apart, requests, window, more):
+    """CANN 8.3 merges them wrongly; one request more, of two rows, keeps them apart, and its rows go nowhere."""
+    monkeypatch.setattr(ascend, "_heads_apart", apart)
+    check(fused, make_step(requests, BF16, padding=3), window)
+    (asked,) = [kwargs for name, kwargs in calls if name == FIA]
+    ends, rows = [0, *asked["actual_seq_qlen"]], [count for count, _ in requests] + [2] * more
+    assert [end - begin for begin, end in itertools.pairwise(ends)] == rows
+    assert asked["query"].shape[0] == sum(rows)
+    assert asked["block_table"].shape[0] == len(rows)
+
+
+@pytest.mark.parametrize(
     ("num_blocks", "most", "expected"), [(15, 4096, [4, 1]), (16, 4096, [5]), (100, 5, [4, 1]), (100, 6, [5])]
 )
 def test_the_request_that_keeps_heads_apart_is_counted(monkeypatch, num_blocks, most, expected):
@@ -185,3 +208,14 @@ def test_heads_of_the_published_models_and_their_shards_fit(calls):
         metadata = AttentionMetadata((0, 3, 4), (130, 5), table, torch.arange(4))
         step = cases.Step(torch.randn(4, heads, 64).to(BF16), *cache, metadata, torch.randn(heads).to(BF16))
         check(fused, step, WINDOW)
+
+
+@pytest.mark.parametrize("slots", [torch.int32, torch.int64])
+def test_new_keys_and_values_are_swapped_or_their_slots_not_taken(calls, slots):
+    """The operator takes int32 slots and no others."""
+    step = make_step([(3, 20), (1, 133)], BF16)
+    metadata = dataclasses.replace(step.metadata, slot_mapping=step.metadata.slot_mapping.to(slots))
+    new, places = torch.randn(2, 4, *step.key_cache.shape[2:]).to(BF16), step.metadata.slot_mapping
+    write_kv_cache(*new, step.key_cache, step.value_cache, metadata, kernel="ascend")
+    for cache, wanted in zip((step.key_cache, step.value_cache), new, strict=True):
+        assert torch.equal(cache.flatten(0, 1)[places], wanted)
