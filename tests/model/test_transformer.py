@@ -225,6 +225,13 @@ def test_loading_holds_the_tensors_of_one_layer_only(config: GptOssConfig, tenso
     assert most == 1
 
 
+def test_memory_ends_with_the_sinks(config: GptOssConfig, tensors: Tensors) -> None:
+    """CANN 8.5 to 9.0.1 reads up to 16 of them from each eighth one on (`padding.with_slack`)."""
+    for layer in build(config, tensors).layers:
+        sinks = layer.attention.sinks
+        assert sinks.untyped_storage().nbytes() >= (len(sinks) + 8) * sinks.element_size()
+
+
 def test_layers_that_arrive_interleaved_are_put_together(config, tensors, prompt) -> None:
     backwards = dict(sorted(tensors.items(), key=lambda item: item[0][::-1]))
     assert list(backwards) != list(tensors)
