@@ -18,6 +18,7 @@ from vllm.config import ParallelConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.serving import compat
 from npu_gptoss.serving.compat.server.failed_requests import RequestRefused
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.openai import chat, engine, intake, responses
@@ -25,6 +26,7 @@ from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.tokenizer_file import checkpoint_directory
 from tests.harmony.conftest import directory, encoder, library  # noqa: F401
+from tests.serving.conftest import found
 
 pytestmark = pytest.mark.serving
 
@@ -104,7 +106,11 @@ def test_missing_response_does_not_say_how_responses_are_stored(serving: Any) ->
 def test_response_that_another_api_server_keeps_is_missing_without_a_reason(serving: Any, servers: int, told: bool):
     config = types.SimpleNamespace(parallel_config=ParallelConfig(_api_process_count=servers))
     serving.enable_store, serving.engine_client = True, types.SimpleNamespace(vllm_config=config)
-    assert ("2 API servers" in responses.not_found(serving, "resp_1").error.message) == told
+    compat.apply()
+    modules = ("vllm.entrypoints.openai.responses.serving", "vllm.entrypoints.openai.serving_responses")
+    vllms = found("OpenAIServingResponses", *modules)
+    answer = vllms._make_not_found_error(serving, "resp_1")  # of its routes that retrieve and cancel
+    assert (answer.error.code, "2 API servers" in answer.error.message) == (404, told)
 
 
 def test_schema_or_earlier_call_of_a_batch_file_is_lost() -> None:

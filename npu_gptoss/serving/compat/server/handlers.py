@@ -32,17 +32,17 @@ def install_chat(module: ModuleType) -> None:
         return await chat.create(original, self, request, raw_request)
 
 
-REPLAY = "responses_background_stream_generator"
+REPLAY, MISSING = "responses_background_stream_generator", "_make_not_found_error"
 
 
 @repair(
     "responses",
-    f"vllm.entrypoints.openai.serving_responses:OpenAIServingResponses.create_responses .{REPLAY}",
+    f"vllm.entrypoints.openai.serving_responses:OpenAIServingResponses.create_responses .{REPLAY} .{MISSING}",
     until=UNTIL,
 )
 @repair(
     "responses",
-    f"vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._create_responses .{REPLAY}",
+    f"vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._create_responses .{REPLAY} .{MISSING}",
     releases=NEWER,
     until=UNTIL,
 )
@@ -61,3 +61,9 @@ def install_responses(module: ModuleType) -> None:
         from npu_gptoss.serving.openai import responses
 
         return (responses.replay if is_ours(self) else original)(self, response_id, starting_after)
+
+    @around(serving, MISSING)
+    def missing(original: Original, self: Any, response_id: str) -> Any:
+        from npu_gptoss.serving.openai import responses
+
+        return (responses.not_found if is_ours(self) else original)(self, response_id)
