@@ -96,8 +96,6 @@ def _build_layer(
             experts, activation="swigluoai", swiglu_limit=config.swiglu_limit, top_k=config.num_experts_per_tok
         ),
     )
-    if parts:
-        raise AssertionError(f"layer {index}: nothing consumed {', '.join(sorted(parts))}")
     return Layer(AttentionWeights(**attention, window=config.window(index)), moe)
 
 
