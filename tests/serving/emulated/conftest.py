@@ -121,8 +121,12 @@ def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> C
         model: Path = checkpoint,
         spoil: str | None = None,
         canary: bool = False,
+        checked: bool = False,
     ) -> tuple[list[Any], str]:
-        """The answers of each round, or the text of the error that ended it; and the output."""
+        """The answers of each round, or the text of the error that ended it; and the output.
+
+        checked: the start check runs. It does on a machine with defects and in an engine with a mistake, too.
+        """
         settings = {
             "dtype": "float32",
             "max_model_len": 2048,
@@ -142,6 +146,7 @@ def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> C
             "rounds": rounds,
             "spoil": spoil,
             "canary": canary,
+            "checked": checked or spoil is not None or "defects" in emulated,
             "machine": emulated,
             "variables": {
                 "XDG_CACHE_HOME": str(tmp_path / "cache"),

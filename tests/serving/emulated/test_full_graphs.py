@@ -16,7 +16,10 @@ SHARED_PREFIX = [{"prompts": [[*PREFIX, 7]], "tokens": 1}, TOGETHER, {**TOGETHER
 SMALL_CACHE = {"num_gpu_blocks_override": 14, "max_model_len": 512, "max_num_batched_tokens": 512}
 
 
-@pytest.mark.parametrize("options", [{}, FULL], ids=["piecewise", "full decode graphs"])
+# a step that leaves its full graph takes the calls of the pieces
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.long), FULL], ids=["piecewise", "full decode graphs"]
+)
 def test_a_prefix_shared_by_more_requests_than_the_cache_has_blocks(options, serve, expected):
     results, _ = serve(SHARED_PREFIX, options=SMALL_CACHE | options, machine=WORKSPACE)
     assert right(SHARED_PREFIX[:2], results[:2], expected) == [True, True]

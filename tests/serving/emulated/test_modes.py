@@ -107,7 +107,7 @@ def test_every_mode_equals_transformers_in_float32(cann, mode, serve_on, expecte
     how, graphs_a_size, graphs_a_step = MODES[cann, mode]
     drawn = DRAWN if cann == "8.3" else []
     rounds = ORDINARY + PURE + drawn
-    results, printed = serve_on(cann)(rounds, **how)
+    results, printed = serve_on(cann)(rounds, **how, checked=True)
     assert right(rounds, results, expected) == [True] * len(rounds)
     assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
     assert ("decode, FULL" in printed) == ("full" in mode)
@@ -122,7 +122,9 @@ def test_every_mode_equals_transformers_in_float32(cann, mode, serve_on, expecte
         assert all(together[int(number)]["tokens"] != alone["tokens"] for number in WIDE), "nothing was drawn"
 
 
-@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.long), "piecewise", "full decode graphs"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.long) for mode in ("eager", "piecewise")), "full decode graphs"]
+)
 def test_bfloat16_stays_within_the_rounding_of_transformers_in_bfloat16(mode, serve, checkpoint, expected):
     rounds = [turn(LENGTHS, tokens=3)]
     how, *_ = MODES["8.3", mode]

@@ -22,7 +22,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("mode", [{"options": EAGER | CACHELESS}, {"options": FULL | CACHELESS, "machine": WORKSPACE}])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param({"options": EAGER | CACHELESS}, marks=pytest.mark.long),  # as steps with prompts run in the other
+        {"options": FULL | CACHELESS, "machine": WORKSPACE},
+    ],
+    ids=["eager", "full decode graphs"],
+)
 def test_hostile_requests_end_alone_and_a_seed_stands_a_cut_prompt(mode, serve):
     honest = turn((40,), seed=3)
     mixed = turn((41, 42, 43, 44, 45, 46), seed=4)

@@ -79,7 +79,9 @@ def test_two_devices_equal_transformers_in_float32(cann, mode, how, serve_on, ex
     assert "full" not in mode or why in printed
 
 
-@pytest.mark.parametrize("how", [how for how in PARALLEL if "experts" in how])
+@pytest.mark.parametrize(
+    "how", ["TP=2, experts in parallel", pytest.param("DP=2, experts in parallel", marks=pytest.mark.long)]
+)
 def test_tokens_sent_all_to_all_equal_transformers_in_float32(how, serve, expected):
     rounds = [turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
     results, _ = serve(rounds, options={**EAGER, **PARALLEL[how]}, spoil="by_all_to_all")

@@ -183,6 +183,8 @@ def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) ->
     # the vocabulary has to come from the checkpoint, without the network
     settings |= dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     settings |= {"TIKTOKEN_RS_CACHE_DIR": str(log.parent / "nothing"), "XDG_CACHE_HOME": str(log.parent / "cache")}
+    # else vLLM imports everything once more, to inspect the model's class
+    settings.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm"))
     environment = os.environ | variables | settings
     environment.pop(BASE_VARIABLE, None)  # an earlier test of this process may have set it
     process = serve_here.start(command, environment, log)
