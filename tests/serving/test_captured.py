@@ -209,6 +209,23 @@ def test_rows_that_combine_does_not_write_are_zero(release) -> None:
     assert release.written(rows, None) is rows
 
 
+def test_padding_rows_that_mc2_leaves_reach_the_next_layer() -> None:
+    """The mask is the step's own, which the layer's argument need not be."""
+    mask, left = torch.tensor([True, False]), torch.tensor([[1.0], [float("nan")]])
+    asked: dict[str, Any] = {}
+    dispatcher = SimpleNamespace(
+        token_dispatch=lambda **given: asked.update(given)
+        or {"hidden_states": 1, "group_list": 2, "group_list_type": 3},
+        token_combine=lambda hidden_states: hidden_states,
+    )
+    method, places = SimpleNamespace(token_dispatcher=dispatcher, mc2_mask=mask), torch.arange(4)
+    *sent, combine = ascend_0_11.dispatch(method, left, "weights", "ids", places, None)
+    assert sent == [1, 2, 3]
+    assert asked["mc2_mask"] is mask
+    assert asked["expert_map"] is places
+    assert combine(left).tolist() == [[1], [0]]
+
+
 def common(starts: list[int], lengths: list[int] | None, requests: int, tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
         query_start_loc_cpu=torch.tensor(starts),
