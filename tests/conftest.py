@@ -67,7 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives a worker whole files, and of the files that share a server all tests of a release: each starts it once."""
+    """Gives a worker whole files, and of the files that share a server all tests of a release: each starts it once.
+
+    Those of the emulated 910B that fork their engines from the same two processes stay together, too.
+    """
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -75,6 +78,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             shared = re.match(r"tests/serving/openai/.*\[(0\.\d+)[]-]", nodeid)
-            return f"tests/serving/openai {shared[1]}" if shared else super()._split_scope(nodeid)
+            if shared:
+                return f"tests/serving/openai {shared[1]}"
+            folder = "tests/serving/emulated"
+            forked = re.match(rf"{folder}/test_(?!a3|launches|many_devices|packed|stock|wheel_schemas)", nodeid)
+            return folder if forked else super()._split_scope(nodeid)
 
     return ByServer(config, log)
