@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 
 from npu_gptoss.attention import AttentionMetadata, ascend
+from npu_gptoss.serving import canary
 from npu_gptoss.serving.ascend import captured, full_graph, limits, probe, start_check
 from npu_gptoss.serving.releases import ascend_0_11, ascend_0_23, vllm_0_23
 from tests.model.published import gpt_oss_20b
@@ -224,6 +225,50 @@ def test_padding_rows_that_mc2_leaves_reach_the_next_layer() -> None:
     assert asked["mc2_mask"] is mask
     assert asked["expert_map"] is places
     assert combine(left).tolist() == [[1], [0]]
+
+
+@pytest.fixture
+def runner() -> SimpleNamespace:
+    """vllm-ascend 0.11's, with graphs of 8, 16 and 24 rows for 8 requests of two rows."""
+    sizes = {rows: SimpleNamespace(num_tokens=rows) for rows in (24, 8, 16)}
+    keys = {CUDAGraphMode.FULL: sizes.values(), CUDAGraphMode.PIECEWISE: sizes.values(), CUDAGraphMode.NONE: ()}
+    dispatcher = SimpleNamespace(cudagraph_keys=keys, dispatch=lambda rows: (CUDAGraphMode.FULL, sizes[rows]))
+
+    class Model:
+        def compute_logits(self, rows: str) -> str:
+            return f"logits of {rows}"
+
+    model = Model()
+    return SimpleNamespace(
+        aclgraph_dispatcher=dispatcher,
+        use_aclgraph=True,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        uniform_decode_query_len=2,
+        get_model=lambda: model,
+    )
+
+
+def test_a_graph_that_no_decode_step_fills_is_looked_at(runner) -> None:
+    assert ascend_0_11.captured(runner) == {"FULL": [8, 16], "PIECEWISE": [8, 16, 24]}
+    runner.use_aclgraph = False
+    assert ascend_0_11.captured(runner) == {}
+
+
+def test_the_canary_sees_another_step_than_the_one_that_ran(runner) -> None:
+    watch, dispatcher, model = canary.Watch(), runner.aclgraph_dispatcher, runner.get_model()
+    right = dispatcher.dispatch
+    with ascend_0_11.watching(runner, watch):
+        assert dispatcher.dispatch(16)[0] == CUDAGraphMode.FULL
+        assert (watch.mode, watch.size) == ("FULL", 16)
+        watch.eager = True
+        assert dispatcher.dispatch(16) == (CUDAGraphMode.NONE, None)
+        assert (watch.mode, watch.size) == ("NONE", 0)
+        assert model.compute_logits("rows") == "logits of rows"
+    worker = SimpleNamespace(model_runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a"])))
+    assert ascend_0_11.last_rows(worker, watch) == (["b", "a"], "rows")
+    assert watch.hidden is None, "the next step's rows"
+    assert dispatcher.dispatch is right
+    assert "compute_logits" not in vars(model)
 
 
 def common(starts: list[int], lengths: list[int] | None, requests: int, tokens: int) -> SimpleNamespace:
