@@ -16,7 +16,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, REFUSED
 from npu_gptoss.serving.compat.server.failed_requests import RequestFailed, RequestRefused
-from tests.serving.compat.of_release import OLD
+from tests.serving.compat.of_release import LINE, OLD
 
 pytestmark = pytest.mark.serving
 
@@ -202,3 +202,26 @@ def test_unexpected_error_has_a_message(patched):
     with patched("error-words"), pytest.raises(EngineGenerateError) as raised:  # the class that vLLM's endpoints know
         raise async_llm.EngineGenerateError from OverflowError("too\nlarge")
     assert str(raised.value) == "OverflowError: too large"
+
+
+@pytest.mark.skipif(LINE != "0.23", reason="the repair is for vLLM 0.23")
+@pytest.mark.parametrize(("level", "allowed"), [(1, False), (0, False), (2, True)])
+def test_a_server_that_cannot_sleep_ends_no_request_and_stays_awake(patched, level, allowed):
+    asked = []
+
+    async def nothing() -> None: ...
+
+    async def pause_and_sleep(level: int, mode: str) -> None:
+        asked.append((level, mode))
+
+    engine = object.__new__(async_llm.AsyncLLM)
+    engine.model_config, engine.logger_manager = types.SimpleNamespace(enable_sleep_mode=allowed), None
+    engine.renderer = types.SimpleNamespace(clear_mm_cache_async=nothing, shutdown=lambda: None)
+    engine.engine_core = types.SimpleNamespace(sleep_async=pause_and_sleep, shutdown=lambda **_: None)
+    with patched("sleep"):
+        if level and not allowed:
+            with pytest.raises(ValueError, match="--enable-sleep-mode"):
+                asyncio.run(engine.sleep(level, "keep"))
+        else:
+            asyncio.run(engine.sleep(level, "keep"))
+    assert asked == ([(level, "keep")] if allowed or not level else [])
