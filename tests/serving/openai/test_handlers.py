@@ -103,7 +103,7 @@ def test_missing_response_does_not_say_how_responses_are_stored(serving: Any) ->
 
 
 @pytest.mark.parametrize(("servers", "told"), [(1, False), (2, True)])
-def test_response_that_another_api_server_keeps_is_missing_without_a_reason(serving: Any, servers: int, told: bool):
+def test_response_of_another_api_server_is_missing_without_a_reason(serving: Any, servers: int, told: bool):
     config = types.SimpleNamespace(parallel_config=ParallelConfig(_api_process_count=servers))
     serving.enable_store, serving.engine_client = True, types.SimpleNamespace(vllm_config=config)
     compat.apply()
