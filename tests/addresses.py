@@ -16,6 +16,8 @@ from triton.runtime import interpreter
 ACCESSES = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
 _spans: list[tuple[int, int]] = []  # of the tensors of the launch under way: first address, and the one behind the last
 
+pointed: list[torch.Tensor] = []  # tensors whose addresses stand in a tensor of the launch
+
 
 class OutsideError(AssertionError):
     """An address within no tensor of the launch."""
@@ -43,7 +45,8 @@ def _launch(original: Callable[..., Any]) -> Callable[..., Any]:
     def on_the_host(self: Any, arguments: Any, options: Any) -> Any:
         here, named = original(self, arguments, options)
         given = [getattr(each, "base", each) for each in (*here, *named.values())]  # a descriptor has a base
-        _spans[:] = [span(interpreter._unwrap_tensor(each)) for each in given if hasattr(each, "data_ptr")]
+        tensors = [interpreter._unwrap_tensor(each) for each in given if hasattr(each, "data_ptr")]
+        _spans[:] = [span(each) for each in (*tensors, *pointed)]
         return here, named
 
     return on_the_host

@@ -67,7 +67,7 @@ class PlainSampler(Sampler):
     """vLLM's sampler with a shortcut for decode steps whose requests need only tokens."""
 
     _plain: bytes | None  # the requests, by row, of the last step that took the shortcut
-    _greedy: bool  # True if all of these are greedy
+    greedy: bool  # True if all of these are greedy
     _model: Any
     _counts: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -75,7 +75,7 @@ class PlainSampler(Sampler):
     def of(cls, sampler: Sampler, model: Any = None) -> PlainSampler:
         """Copies a sampler with its state. model: a `cuda.model.GptOssForCausalLM`, to take tokens without logits."""
         made = cls.__new__(cls)
-        vars(made).update(vars(sampler), _plain=None, _greedy=False, _counts={}, _model=model)
+        vars(made).update(vars(sampler), _plain=None, greedy=False, _counts={}, _model=model)
         return made
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
@@ -85,16 +85,17 @@ class PlainSampler(Sampler):
 
     def foresee(self, input_batch: Any) -> None:
         """Before a step: tells the model whether tokens are taken without logits. No grammar may want to mask them."""
-        model, rows = self._model, input_batch.num_reqs
-        model.tokens_only = (
-            model.gptoss.shortlist is not None
-            and rows <= model.gptoss.token_rows
-            and not input_batch.has_structured_output_reqs
-            and self._is_plain(input_batch)
-            and (self._greedy or not self.use_fp64_gumbel)
+        self._model.tokens_only = (
+            not input_batch.has_structured_output_reqs
+            and self.is_plain(input_batch)
+            and self._takes_tokens(input_batch.num_reqs)
         )
 
-    def _is_plain(self, input_batch: Any) -> bool:
+    def _takes_tokens(self, rows: int) -> bool:
+        model = self._model.gptoss
+        return model.shortlist is not None and rows <= model.token_rows and (self.greedy or not self.use_fp64_gumbel)
+
+    def is_plain(self, input_batch: Any) -> bool:
         """Every request decodes one token, and wants nothing else."""
         one_each = input_batch.num_reqs == input_batch.num_tokens and not input_batch.has_prefill
         return one_each and self._wants_tokens_only(input_batch.idx_mapping_np)
@@ -102,27 +103,13 @@ class PlainSampler(Sampler):
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
         """logits: [rows, vocab], or the model's `undecided`."""
         rows, undecided = input_batch.num_reqs, None if self._model is None else self._model.undecided
-        if not self._is_plain(input_batch) or rows != len(logits):
+        if not self.is_plain(input_batch) or rows != len(logits):
             if logits is undecided:
                 logits = self._model.gptoss.head(logits)
             return super().__call__(logits, input_batch)
-        if logits is undecided:
-            noise = None if self._greedy else self._noise(rows, input_batch)
-            sampled = self._model.gptoss.token(logits, noise).clamp_(min=0)
-        elif self._greedy and rows >= GREEDY_ROWS:
-            sampled = dense.greedy(logits).clamp_(min=0)  # vLLM has no value for a row that is not finite
-        else:
-            states = self.sampling_states
-            sampled = gumbel_sample(
-                logits,
-                input_batch.expanded_idx_mapping,
-                states.temperature.gpu,
-                states.seeds.gpu,
-                input_batch.positions[:rows],
-                apply_temperature=False,
-                is_drafting=False,
-                use_fp64=self.use_fp64_gumbel,
-            )
+        positions, states = input_batch.positions[:rows], self.sampling_states
+        of_requests = states.temperature.gpu, states.seeds.gpu, input_batch.expanded_idx_mapping, positions
+        sampled = self.take(logits, *of_requests) if logits is undecided else self._pick(logits, *of_requests)
         if rows not in self._counts:
             ones = input_batch.seq_lens.new_ones(rows)
             self._counts[rows] = ones, torch.zeros_like(ones)
@@ -135,11 +122,46 @@ class PlainSampler(Sampler):
             num_rejected=rejected_each,
         )
 
-    def _noise(self, rows: int, input_batch: Any) -> torch.Tensor:
-        states = self.sampling_states
-        requests, positions = input_batch.expanded_idx_mapping, input_batch.positions[:rows]
+    def take(
+        self,
+        hidden: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        requests: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """hidden [rows, hidden] of a plain step -> its tokens [rows] int64.
+
+        temperatures, seeds: a value a request; requests [rows]: the request of each row; positions [rows].
+        """
+        model, rows = self._model.gptoss, len(hidden)
+        if not self._takes_tokens(rows):
+            return self._pick(model.head(hidden), temperatures, seeds, requests, positions)
         vocab = self._model.config.vocab_size
-        return gumbel_noise(requests, states.temperature.gpu, states.seeds.gpu, positions, vocab)
+        noise = None if self.greedy else gumbel_noise(requests, temperatures, seeds, positions, vocab)
+        return model.token(hidden, noise).clamp_(min=0)
+
+    def _pick(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        requests: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Does the same from logits [rows, vocab]."""
+        if self.greedy and len(logits) >= GREEDY_ROWS:
+            return dense.greedy(logits).clamp_(min=0)  # vLLM has no value for a row that is not finite
+        return gumbel_sample(
+            logits,
+            requests,
+            temperatures,
+            seeds,
+            positions,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=self.use_fp64_gumbel,
+        )
 
     def _wants_tokens_only(self, requests: np.ndarray) -> bool:
         """requests: each request's row in the tables. Checks them again if one is new."""
@@ -156,5 +178,5 @@ class PlainSampler(Sampler):
         )
         if plain:
             self._plain = key
-            self._greedy = bool((states.temperature.np[requests] == 0.0).all())
+            self.greedy = bool((states.temperature.np[requests] == 0.0).all())
         return plain

@@ -28,6 +28,7 @@ MODULES: dict[str, str] = {
         "get_dp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tp_group get_world_group "
         "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
     ),
+    "vllm.distributed.parallel_state": "graph_capture",
     "vllm.entrypoints.generate.base.protocol": "RequestResponseMetadata",
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest ChatCompletionResponse",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesResponse",
@@ -59,6 +60,7 @@ MODULES: dict[str, str] = {
     "vllm.v1.core.sched.output": "NewRequestData",
     "vllm.v1.kv_cache_interface": ("AttentionSpec FullAttentionSpec KVCacheLayout SlidingWindowSpec get_kv_quant_mode"),
     "vllm.v1.metrics.loggers": "StatLoggerBase",
+    "vllm.v1.outputs": "AsyncModelRunnerOutput ModelRunnerOutput",
     "vllm.v1.worker": "lora_model_runner_mixin",
     "vllm.v1.worker.block_table": "get_block_table_width",
     "vllm.v1.worker.gpu.model_states.default": "DefaultModelState",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 NEVER_REFRESHED = ("lengths", "block_table")  # of a decode step
-CAPTURE, GRAPHS, FULL, PIECEWISE = "capture", "graphs", "full", "piecewise"  # events of `listen`
+CAPTURE, GRAPHS, FULL, PIECEWISE, STEADY = "capture", "graphs", "full", "piecewise", "steady"  # events of `listen`
 # padding rows hold NaN; they also write keys, before a live row's; attention leaves them as they were
 GARBAGE, LEAKING, UNCLEARED = "garbage", "leaking", "uncleared"
 OWN, WRONG, RIGHT = "own", "wrong", "right"
@@ -34,7 +34,8 @@ class Question:
     padding: GARBAGE, or a mistake of the model with it.
 
     others: other weights, that `Answer` is about. invariant: in vLLM's batch-invariant mode. bits: also asks for
-    logprobs.
+    logprobs. drawn: at temperature 1 with a seed for each prompt, and each answer is shorter than the one before.
+    skipped: names of repairs.
     drafters: all prompts are asked with each of them. Scripts follow the tokens of vLLM's OWN, which comes first.
     """
 
@@ -49,13 +50,15 @@ class Question:
     invariant: bool = False
     bits: bool = False
     others: tuple[str, str] | None = None  # STARTED, RELOADED, SLEPT or SENT, and the checkpoint
+    drawn: bool = False
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
 class Answer:
     """full: replays of whole steps of the model, by rows. piecewise: replays of steps in pieces. captured: rows of
     each graph of a whole step. late: captures once the server was ready; compiled: our kernels that Triton compiled
-    then. preemptions: of requests, by vLLM's count.
+    then. preemptions: of requests, by vLLM's count. steady: steps of `serving/cuda/steady.py`.
     drafted: by drafter, its tokens, and vLLM's count of proposed and accepted drafts. tail: with `padding`, the largest
     magnitude that attention gave a padding row, NaN included, and the number of such rows. logprobs: with `bits`, of
     each token."""
@@ -67,6 +70,7 @@ class Answer:
     late: int
     compiled: list[str]
     preemptions: int
+    steady: int
     drafted: dict[str, dict[str, Any]]
     tail: tuple[str, int] | None = None
     logprobs: list[list[float]] | None = None
@@ -76,6 +80,7 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counted events are in this process
     question = Question(**json.load(sys.stdin))
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(question.invariant))
+    os.environ["NPU_GPTOSS_SKIP_PATCHES"] = question.skipped
     from vllm import LLM, SamplingParams
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
@@ -112,7 +117,12 @@ def main() -> None:
     def asked(more: int = 0) -> list[list[int]]:
         length = question.max_tokens + more
         wanted = {"ignore_eos": True, "detokenize": False} | ({"logprobs": 0} if question.bits else {})
-        sampling = SamplingParams(temperature=0, max_tokens=length, **wanted)
+        sampling = [
+            SamplingParams(temperature=1, seed=index, max_tokens=length - 4 * index, **wanted)
+            if question.drawn
+            else SamplingParams(temperature=0, max_tokens=length, **wanted)
+            for index in range(len(question.prompts))
+        ]
         found = llm.generate([{"prompt_token_ids": ids} for ids in question.prompts], sampling, use_tqdm=False)
         answers = [output.outputs[0] for output in found]
         if question.bits:
@@ -146,6 +156,7 @@ def main() -> None:
         late=seen[CAPTURE, 0],
         compiled=compiled,
         preemptions=total("num_preemptions"),
+        steady=seen[STEADY, 0],
         drafted=drafted,
         tail=None if tail is None else (str(float(tail[0])), int(tail[1])),
         logprobs=logprobs or None,
@@ -187,10 +198,13 @@ def _send(worker: Any, checkpoint: str) -> None:
 
 def listen(note: Callable[..., None]) -> None:
     """Calls note(CAPTURE) as a capture begins, note(GRAPHS, rows of each) once there is a graph for each size of a
-    whole step, note(FULL, rows) as one is replayed, and note(PIECEWISE) as a step in pieces is."""
+    whole step, note(FULL, rows) as one is replayed, note(PIECEWISE) as a step in pieces is, and note(STEADY) as a
+    steady one."""
     import torch
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    from npu_gptoss.serving.cuda import steady
 
     def before(owner: type, name: str, tell: Callable[..., None]) -> None:
         original = getattr(owner, name)
@@ -204,6 +218,7 @@ def listen(note: Callable[..., None]) -> None:
     before(torch.cuda.CUDAGraph, "capture_begin", lambda *_: note(CAPTURE))
     before(ModelCudaGraphManager, "run_fullgraph", lambda what: note(FULL, what.num_tokens))
     before(BreakableCUDAGraphWrapper, "_replay", lambda *_: note(PIECEWISE))
+    before(steady.Tokens, "__init__", lambda *_: note(STEADY))
     capture = ModelCudaGraphManager.capture
 
     def captured(self: ModelCudaGraphManager, *args: Any, **kwargs: Any) -> None:

@@ -87,6 +87,7 @@ BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     TOGETHER: ({}, {}),
     **{name: OTHERS[name] for name in ("chunks", "prefix cache", "preemption", "prompts in pieces")},
 }
+DRAWN, VLLMS = "drawn", "drawn, steps of vLLM's"
 INVARIANT, USUAL = [(batch, "invariant") for batch in BATCHES], [(batch, "usual") for batch in (ALONE, TOGETHER)]
 
 
@@ -118,6 +119,8 @@ ASKED: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
     **{way: (graphed() | SLEEPS, {"others": (way, OTHER)}) for way in (STARTED, *RENEWED)},
     **{way: _drafting(*way) for way in (*WAYS, STALE)},
     **{(batch, mode): _with_bits(batch, mode) for batch, mode in (*INVARIANT, *USUAL)},
+    DRAWN: (graphed(), {"drawn": True}),
+    VLLMS: (graphed(), {"drawn": True, "skipped": "steady-steps"}),
     HALVED_EAGER: (SHARED | NARROW | {"enforce_eager": True}, {}),
     **{("fp8", mode): (graphed(cudagraph_mode=mode) | NARROW, {}) for _, mode in HALVED},
     HALVED_DRAFTS: (_drafting(EAGLE3, 3)[0] | NARROW, {"drafters": [OWN]}),
@@ -226,6 +229,19 @@ def test_replayed_tokens_equal_the_eager_ones_bit_for_bit(asked, answer, eager) 
     else:
         assert found.captured == SIZES
         assert found.full == {8: TOKENS - 1}, "seven requests end together, in the bucket of eight"
+        assert found.steady == TOKENS - 2, "the first step of decode is vLLM's"
+
+
+@pytest.mark.parametrize("asked", [DRAWN])
+def test_steady_steps_draw_the_tokens_that_vllms_steps_draw(asked, prompts, answer) -> None:
+    """With seeds; the answers end one after the other, and at each end a step is vLLM's."""
+    found, right = answer(asked), answer(VLLMS)
+    assert found.tokens == right.tokens
+    assert [len(tokens) for tokens in found.tokens] == [TOKENS - 4 * index for index in range(len(prompts))]
+    assert right.steady == 0
+    assert TOKENS - 5 * len(prompts) <= found.steady < TOKENS - len(prompts)
+    assert found.late == 0, "a graph was captured while requests waited"
+    assert found.compiled == [], "a kernel was compiled while requests waited"
 
 
 @pytest.mark.parametrize("asked", HALVED, ids=" ".join)
