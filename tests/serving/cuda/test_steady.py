@@ -101,6 +101,7 @@ class Runner:
         states.apply_staged_writes()
         self.sampler.apply_staged_writes()
         states.last_sampled_tokens[slot] = 7
+        states.total_len.gpu[slot] += 1
         self.computed[name] = prompt
 
     def _more(self, count: int) -> tuple[list[int], ...]:
