@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace as Having
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from npu_gptoss.serving.canary import FULL, Canary, Findings, Prompt, Watch
+from npu_gptoss.serving.canary import FULL, NONE, Canary, Findings, Prompt, Watch
 from npu_gptoss.serving.releases import vllm_0_33
 
 PROMPTS = [Prompt(number, 5, 8, ([number],), 1000) for number in range(4)]
@@ -81,3 +81,31 @@ def test_no_third_step_begins_before_the_first_has_ended() -> None:
         assert len(under_way) <= 2
         worker.sample_tokens = lambda grammar, number=number: sample(number)
         vllm_0_33.last_rows(worker, watch)
+
+
+class Graph(NamedTuple):
+    cg_mode: Any
+    num_tokens: int
+
+
+def test_a_full_graph_that_is_wrong_stays_in_no_table_of_0_33() -> None:
+    """vLLM 0.33 would choose or replay it again. A step without a graph is one for the canary alone."""
+    modes = pytest.importorskip("vllm.config").CUDAGraphMode
+    whole, part, eager = Graph(modes.FULL, 8), Graph(modes.PIECEWISE, 16), Graph(modes.NONE, 5)
+    manager = Having(_graphs_captured=True, graphs={whole: 1, part: 2}, _candidates={5: [whole, part]})
+    manager._capture_descs = {modes.FULL: [whole], modes.PIECEWISE: [part, Graph(modes.PIECEWISE, 8)]}
+    manager.dispatch = right = lambda rows: manager._candidates[rows][0] if manager._graphs_captured else eager
+    runner, watch = Having(cudagraph_manager=manager), Watch()
+    with vllm_0_33.watching(runner, watch):
+        assert (manager.dispatch(5), watch.mode, watch.size) == (whole, FULL, 8)
+        watch.eager = True
+        assert (manager.dispatch(5), watch.mode, watch.size) == (eager, NONE, 5)
+        assert manager._graphs_captured
+    assert manager.dispatch is right
+    assert vllm_0_33.captured(runner) == {"FULL": [8], "PIECEWISE": [8, 16]}
+    vllm_0_33.leave_full_graphs(Having(model_runner=runner))
+    assert vllm_0_33.captured(runner) == {"PIECEWISE": [8, 16]}
+    assert manager.dispatch(5) is part
+    assert manager.graphs == {part: 2}
+    manager._graphs_captured = False
+    assert vllm_0_33.captured(runner) == {}

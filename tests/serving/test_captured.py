@@ -271,6 +271,52 @@ def test_the_canary_sees_another_step_than_the_one_that_ran(runner) -> None:
     assert "compute_logits" not in vars(model)
 
 
+def test_the_canary_of_0_23_sees_the_step_that_ran(monkeypatch) -> None:
+    """Without asynchronous scheduling vLLM fills the buffers of a step that still runs."""
+    waited: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waited.append(1))
+    graphs = {
+        mode: SimpleNamespace(num_tokens=rows) for mode, rows in ((CUDAGraphMode.FULL, 16), (CUDAGraphMode.NONE, 5))
+    }
+
+    def determine(*, force_eager: bool, **_: Any) -> tuple[CUDAGraphMode, Any]:
+        mode = CUDAGraphMode.NONE if force_eager else CUDAGraphMode.FULL
+        return mode, graphs[mode]
+
+    sizes = [(CUDAGraphMode.FULL, [graphs[CUDAGraphMode.FULL]]), (CUDAGraphMode.PIECEWISE, [])]
+    runner = SimpleNamespace(
+        _determine_batch_execution_and_padding=determine,
+        cudagraph_dispatcher=SimpleNamespace(get_capture_descs=lambda: sizes),
+        use_aclgraph=True,
+        prepare_inputs_event=None,
+        input_batch=SimpleNamespace(req_ids=["b", "a"]),
+        execute_model_state=SimpleNamespace(sample_hidden_states="rows"),
+    )
+    assert ascend_0_23.captured(runner) == {"FULL": [16]}
+    watch, seen = canary.Watch(), []
+    with ascend_0_23.watching(runner, watch):
+        for watch.eager, asked in ((False, False), (False, True), (True, False)):
+            runner._determine_batch_execution_and_padding(num_tokens=5, force_eager=asked)
+            seen.append((watch.mode, watch.size))
+    assert seen == [("FULL", 16), ("NONE", 5), ("NONE", 5)]
+    assert runner._determine_batch_execution_and_padding is determine
+    worker = SimpleNamespace(model_runner=runner)
+    assert ascend_0_23.last_rows(worker, watch) == (["b", "a"], "rows")
+    assert waited == [1]
+    runner.prepare_inputs_event = "with asynchronous scheduling"
+    assert ascend_0_23.last_rows(worker, watch) == (["b", "a"], None), "the step's rows are given once"
+    assert waited == [1]
+
+
+@pytest.mark.parametrize(("sizes", "most", "kept"), [(None, None, [1, 2]), ([4, 3], None, [4, 3]), (None, 64, None)])
+def test_sizes_that_a_user_of_0_23_chose_stay(sizes, most, kept) -> None:
+    compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=most)
+    config = SimpleNamespace(compilation_config=compilation)
+    assert vllm_0_23.largest_chosen(config) == (4 if sizes else most)
+    vllm_0_23.choose_sizes(config, [1, 2])
+    assert compilation.cudagraph_capture_sizes == kept
+
+
 def common(starts: list[int], lengths: list[int] | None, requests: int, tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
         query_start_loc_cpu=torch.tensor(starts),
@@ -308,3 +354,6 @@ def test_the_buffer_of_dispatch_is_made_for_the_largest_step(release, sizes, seq
         additional_config=None,
     )
     assert release.mc2_rows(config) == rows
+    if release is ascend_0_23:
+        config.additional_config = {"enable_prefill_mc2": True}
+        assert release.mc2_rows(config) == min(-(-2048 // ranks), 512)

@@ -150,6 +150,36 @@ def test_a_step_that_needs_its_logits_gets_them(wanted, changes):
     assert not head.taken
 
 
+@TRITON_HERE
+def test_noise_of_64_bits_is_drawn_by_vllms_sampler(monkeypatch):
+    """Ours has 32: a seed would draw other tokens than without the shortcut. A greedy step has no noise."""
+    asked: list[bool] = []
+    monkeypatch.setattr(state, "gumbel_sample", lambda *_, use_fp64, **__: asked.append(use_fp64) or torch.zeros(1))
+    for options, taken in ((DRAWN, 0), (GREEDY, 1)):
+        step, head = Step(options), Head()
+        step.long.use_fp64_gumbel = True
+        by_tokens(step, head)
+        assert head.taken == taken
+    assert asked == [True]
+
+
+@TRITON_HERE
+def test_a_damaged_row_taken_without_logits_gives_no_token_of_minus_1():
+    step, head = Step(GREEDY), Head()
+    sampler = PlainSampler.of(step.long, head)
+    sampler.foresee(step.batch)
+    assert sampler.take(torch.full((1, 32), float("nan")).bfloat16(), *[None] * 4).tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ["compute_nans", "return_sampling_mask", "trace_replay_state"])
+def test_a_sampler_that_reports_more_than_tokens_takes_no_shortcut(name):
+    step = Step(GREEDY)
+    assert step.short.is_plain(step.batch)
+    step.short.add_request(step.slots[0], SamplingParams(**GREEDY))
+    setattr(step.short, name, True)
+    assert not step.short.is_plain(step.batch)
+
+
 def test_hidden_states_are_given_for_one_step_only():
     head = Head()
     head.tokens_only = True
@@ -281,9 +311,11 @@ def made(**config: Any) -> StepState:
 def test_metadata_is_left_out_only_where_a_replay_reads_none(monkeypatch, built, config, mode, more):
     asked: list[Any] = []
     monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda self, *a, **k: asked.append((a, k)) or {"layer": 1})
-    arguments = "batch", mode, "tables", "slots", "groups", "config"
-    found = made(**config).prepare_attn(*arguments, **more)
+    arguments, foreseen, step_state = ("batch", mode, "tables", "slots", "groups", "config"), [], made(**config)
+    step_state._sampler = Having(foresee=foreseen.append)
+    found = step_state.prepare_attn(*arguments, **more)
     assert found == ({"layer": 1} if built else {})
+    assert foreseen == ([] if "for_capture" in more else ["batch"]), "else no token is taken without logits"
     assert asked == ([(arguments, {"for_capture": False} | more)] if built else [])
 
 

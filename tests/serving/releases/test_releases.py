@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ascend_emulator.launch import Machine, environment
@@ -143,3 +144,41 @@ def test_a_version_belongs_to_one_release_and_each_has_its_files():
 def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(AttributeError, match=r"VllmConfi.*; it has .*VllmConfig"):
         releases.name_here("vllm", "VllmConfi")
+
+
+@pytest.mark.skipif(releases.here().name != "0.23", reason="needs vLLM 0.23")
+@pytest.mark.parametrize(
+    ("asked", "method", "padded", "backend", "ahead", "mode"),
+    [
+        (None, None, True, "uni", True, "FULL_DECODE_ONLY"),
+        (False, None, True, "uni", False, "FULL_DECODE_ONLY"),
+        (None, "ngram", True, "uni", False, "FULL_AND_PIECEWISE"),
+        (None, "eagle3", True, "mp", True, "FULL_DECODE_ONLY"),
+        (None, "eagle3", False, "mp", False, "FULL_AND_PIECEWISE"),
+        (True, "eagle3", True, "mp", True, "FULL_DECODE_ONLY"),
+        (None, None, True, "none", False, "FULL_DECODE_ONLY"),
+    ],
+)
+def test_graphs_are_chosen_for_the_steps_that_0_23_will_schedule(asked, method, padded, backend, ahead, mode):
+    """Drafts that are scheduled as they come differ in rows, which no graph of whole steps takes."""
+    from vllm.config import CompilationMode
+    from vllm.config.vllm import OptimizationLevel
+    from vllm.v1.executor import Executor
+
+    drafter = None if method is None else SimpleNamespace(method=method, disable_padded_drafter_batch=not padded)
+    executor = type("Own", (Executor,), {}) if backend == "none" else backend  # one that waits for each step
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=asked),
+        speculative_config=drafter,
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+        compilation_config=SimpleNamespace(mode=None),
+        optimization_level=OptimizationLevel.O2,
+    )
+    assert ascend_0_23.runs_ahead(config) == ahead
+    assert ascend_0_23.default_graphs(config) == mode
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    assert ascend_0_23.default_graphs(config) == mode
+    config.compilation_config.mode = CompilationMode.NONE
+    assert ascend_0_23.default_graphs(config) == "FULL_DECODE_ONLY", "of pieces there are none"
+    config.optimization_level = OptimizationLevel.O1
+    assert ascend_0_23.default_graphs(config) is None
