@@ -215,6 +215,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a chunk": {"num_scheduled_tokens": {"r0": 2, "r1": 1}, "total_num_scheduled_tokens": 3},
     "one left out": {"num_scheduled_tokens": {"r0": 1}, "total_num_scheduled_tokens": 1},
     "another order": {"num_scheduled_tokens": {"r1": 1, "r0": 1}},
+    "lengths in another order": {
+        "scheduled_cached_reqs": CachedRequestData(["r1", "r0"], set(), [], {}, [None] * 2, [6, 5], [])
+    },
     "one resumed": {"scheduled_cached_reqs": CachedRequestData(["r0", "r1"], {"r1"}, [], {}, [None] * 2, [5, 6], [])},
 }
 
