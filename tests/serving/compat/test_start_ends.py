@@ -125,6 +125,7 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
             f"No such thing. It is odd. {ends.REMEDY}.",
         ),
         (KeyError("x"), "KeyError: 'x'. "),
+        (ValueError("Invalid request on line 7: no"), "line 7: no. Correct or leave out that line"),
         (
             RuntimeError("Engine core process EngineCore_DP1 died unexpectedly."),
             "unexpectedly. Read its last log lines",

@@ -81,6 +81,7 @@ REMEDIES = (
     (r"swap space", "Use a smaller --swap-space"),
     (r"GGUF|gguf", _GGUF),
     (r"FP8 KV cache", "Leave out --kv-cache-dtype: the cache has the model's dtype"),
+    (r"[Ii]nvalid request on line", "Correct or leave out that line of --input-file"),
     (r"[Cc]onnection (closed|reset) by peer", "Look at the logs of the other ranks and nodes: one of them ended first"),
     (r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|: -9\b", _MEMORY),
 )
