@@ -62,6 +62,15 @@ def reason(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
+def mode_of(path: Path) -> int:
+    """The type and mode; 0 where nothing can be looked up, as within a folder closed to this user, where `Path.exists`
+    and `Path.is_file` raise."""
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return 0
+
+
 def is_there(path: Path, error: type[InputError] = CheckpointError) -> bool:
     """True if a regular file has this name. Raises for anything else of the name, and if it cannot be looked up."""
     try:
@@ -169,23 +178,32 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 def check_place(path: Path) -> None:
     """Raises InputError if `path` cannot be written. Asked before hours of work; creates nothing."""
-    folder = next((place for place in path.absolute().parents if place.exists()), path)
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    try:
+        folder = next((place for place in path.absolute().parents if place.exists()), path)
+        fits = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:  # a name that is too long, a folder closed to this user
+        fits = False
+    if not fits:
         raise InputError(f"{path} cannot be written: name a file in a folder of yours")
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
     """Writes beside the target and renames, so readers see the whole file or none. Creates the directory.
 
+    A link stays one; a device or a pipe is written to, as a file in the place of /dev/null would break the machine.
     Raises OSError, for instance on a full disk; then an earlier file is unchanged, and no other is left.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    if (mode := mode_of(path)) and not stat.S_ISREG(mode):
+        path.write_bytes(content)
+        return path
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
         Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        Path(temporary).replace(target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

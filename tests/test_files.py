@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.files import CheckpointError, is_directory, is_there, parse_json, read_json
+from npu_gptoss.files import (
+    CheckpointError,
+    check_place,
+    is_directory,
+    is_there,
+    parse_json,
+    read_json,
+    write_atomically,
+)
+from npu_gptoss.harmony import library, vocabulary
 from npu_gptoss.model.safetensors_reader import find_tensors
 
 
@@ -97,3 +106,34 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, shard: object)
         find_tensors(tmp_path)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
+
+
+def test_pipe_or_device_is_replaced_by_a_file(tmp_path: Path) -> None:
+    """As root `verify --json /dev/null` put a regular file in the place of the device."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(pipe, b"content")
+        assert os.read(reader, 100) == b"content"
+    finally:
+        os.close(reader)
+
+
+def test_link_is_replaced_by_a_file(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "there" / "target"
+    link.symlink_to(target)
+    for content in (b"1", b"2"):
+        assert write_atomically(link, content) == link
+        assert link.is_symlink()
+        assert target.read_bytes() == content
+
+
+def test_name_that_cannot_be_looked_up_ends_with_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too long, or within the home of another user, as in a container that changes its user but not HOME."""
+    closed = tmp_path / ("x" * 300)
+    with pytest.raises(InputError):
+        check_place(closed / "file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(closed))
+    monkeypatch.setenv(vocabulary.BASE_VARIABLE, str(closed))
+    assert vocabulary.find_vocabulary(closed) is None
+    library.can_load()

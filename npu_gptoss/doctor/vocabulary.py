@@ -12,6 +12,7 @@ from unittest import mock
 
 from npu_gptoss.doctor.findings import Finding, failed, ok, one_line, warning
 from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.files import mode_of
 from npu_gptoss.harmony.library import can_load
 from npu_gptoss.harmony.vocabulary import (
     BASE_VARIABLE,
@@ -32,7 +33,7 @@ def vocabulary(here: Machine, model: Path | None) -> Finding:
     if here.version("openai-harmony") is None and here.version("oss-harmony") is None:
         state = failed if here.platform()[0] == ASCEND or here.vllm else warning
         return state("openai-harmony is not installed, and gpt-oss needs it.", "`pip install openai-harmony`.")
-    if base and named.is_file() and not is_published_vocabulary(named):
+    if base and mode_of(named) and not is_published_vocabulary(named):
         wrong = f"{named} is not the published vocabulary (size or SHA-256 differ), and the server would use it."
         return failed(wrong, f"Delete it. {REBUILD}")
     if (found := find_vocabulary(model)) is not None:

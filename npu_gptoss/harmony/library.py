@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npu_gptoss.files import cache_directory
+from npu_gptoss.files import cache_directory, mode_of
 from npu_gptoss.harmony import vocabulary
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
 
@@ -87,6 +87,6 @@ def can_load() -> bool:
         pass
     base = os.environ.get(BASE_VARIABLE)
     if base:
-        return (Path(base) / VOCABULARY_FILE).is_file()
+        return bool(mode_of(Path(base) / VOCABULARY_FILE))
     cache = os.environ.get(CACHE_VARIABLE) or str(Path(tempfile.gettempdir()) / "tiktoken-rs-cache")
     return vocabulary.is_published_vocabulary(Path(cache) / CACHED_FILE)

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.files import cache_directory, is_there, read_json, write_atomically
+from npu_gptoss.files import cache_directory, is_there, mode_of, read_json, write_atomically
 
 VOCABULARY_FILE = "o200k_base.tiktoken"
 VOCABULARY_SIZE = 3_613_922  # bytes, as published
@@ -91,7 +91,7 @@ def find_vocabulary(model_dir: Path | str | None = None) -> Path | None:
         path = directory / VOCABULARY_FILE
         if is_published_vocabulary(path):
             return directory
-        if path.exists():
+        if mode_of(path):
             logger.warning(
                 "%s is not the published vocabulary (its SHA-256 is not %s) and is not used", path, VOCABULARY_SHA256
             )

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from npu_gptoss.errors import InputError, short
+from npu_gptoss.files import is_directory
 from npu_gptoss.model.checkpoint import expand_stream, write_checkpoint
 from npu_gptoss.model.config import MXFP4, GptOssConfig, published_config
 from npu_gptoss.moe.mxfp4 import GROUP, compress
@@ -155,7 +156,7 @@ def write_tiny(
     wanted = {"format": _FORMAT[trained], "trained": trained, "seed": None if trained else seed}
     wanted["config"] = config.to_dict()
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
+    if not is_directory(directory, TinyError) and directory.exists():
         raise TinyError(f"{directory} is a file: name a directory that does not exist yet", field=str(directory))
     if directory.is_dir() and any(directory.iterdir()):
         present = _read_marker(directory)
