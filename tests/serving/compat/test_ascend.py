@@ -67,6 +67,13 @@ def stand_in(update: str = "update_attn_params") -> SimpleNamespace:
             hidden_states = hidden_states[: self.max_num_reqs]
             return self.model.compute_logits(hidden_states)
 
+        def _check_and_update_cudagraph_mode(self) -> None:
+            self.compilation_config.resolve_cudagraph_mode_and_sizes(self.uniform_decode_query_len)
+            self.cudagraph_dispatcher.initialize_cudagraph_keys(self.compilation_config.cudagraph_mode, 0)
+
+        def _calc_spec_decode_metadata(self, cu_num_draft_tokens: torch.Tensor) -> Any:
+            return SimpleNamespace(cu_num_draft_tokens=cu_num_draft_tokens)
+
         def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
             batch_descriptor = scheduler_output
             self.aclgraph_dispatcher.dispatch(batch_descriptor)
@@ -185,3 +192,46 @@ def test_full_graphs_are_tried_before_the_runner_is_constructed(update, monkeypa
     monkeypatch.setattr(full_graph, "guard", lambda runner: module.called.append(("guard", runner)))
     runner = module.NPUModelRunner("config", "npu:0")
     assert module.called == [("prepare", "config", "npu:0"), ("init", "config", "npu:0"), ("guard", runner)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "modes", "sizes"),
+    [
+        ("gpt_oss", "ngram", {"full", "piecewise"}, [1, 2, 3, 6]),
+        ("gpt_oss", "ngram", {"full"}, [3, 6]),
+        ("gpt_oss", "ngram", {"piecewise"}, [3, 6]),
+        ("gpt_oss", "eagle3", {"full", "piecewise"}, [3, 6]),
+        ("gpt_oss", None, {"full", "piecewise"}, [3, 6]),
+        ("qwen3", "ngram", {"full", "piecewise"}, [3, 6]),
+    ],
+)
+def test_a_lone_row_is_padded_to_a_request_with_drafts(model_type, method, modes, sizes):
+    """Pieces for fewer rows than a request with all drafts; graphs of whole steps have none."""
+    module, told = stand_in(), []
+    ascend.install_draft_sizes(module)
+    runner = runner_of(module, model_type)
+    mode = SimpleNamespace(
+        **{f"has_{each}_cudagraphs": lambda each=each: each in modes for each in ("full", "piecewise")}
+    )
+    compilation = SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[1, 2, 4, 6])
+    compilation.resolve_cudagraph_mode_and_sizes = lambda each: setattr(compilation, "cudagraph_capture_sizes", [3, 6])
+    runner.compilation_config, runner.uniform_decode_query_len = compilation, 3
+    runner.speculative_config = method and SimpleNamespace(method=method)
+    keys = SimpleNamespace(
+        initialize_cudagraph_keys=lambda *given: told.append((*given, compilation.cudagraph_capture_sizes))
+    )
+    runner.cudagraph_dispatcher = keys
+    runner._check_and_update_cudagraph_mode()
+    assert compilation.cudagraph_capture_sizes == sizes
+    assert told == [(mode, 0, [3, 6]), (mode, 3, sizes)][: 1 + (len(sizes) > 2)]
+
+
+def test_memory_beside_the_ends_of_drafts_is_read_on_a_card():
+    """A tile of Triton's begins before the first number and ends behind the last."""
+    module = stand_in()
+    ascend.install_draft_ends(module)
+    ends = torch.arange(1, 6, dtype=torch.int32)
+    found = runner_of(module, "gpt_oss")._calc_spec_decode_metadata(ends).cu_num_draft_tokens
+    assert found.tolist() == ends.tolist()
+    assert found.storage_offset() * found.itemsize == 32, "as aligned as before"
+    assert found.untyped_storage().nbytes() // found.itemsize - found.storage_offset() >= 2 * len(ends) + 96
