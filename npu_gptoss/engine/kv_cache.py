@@ -49,7 +49,7 @@ class BlockAllocator:
 
     def release(self, block_ids: list[int]) -> None:
         """Takes all blocks back and empties the list."""
-        self._free.extend(reversed(block_ids))
+        self._free.extend(block_ids)
         block_ids.clear()
 
 

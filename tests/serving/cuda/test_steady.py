@@ -264,6 +264,7 @@ def test_requests_that_want_more_than_tokens_get_no_steady_step(wanted, monkeypa
 def test_a_structure_in_the_step_before_and_a_dropped_graph_end_steady_steps():
     runner = Runner(GREEDY)
     steps = steady(runner)
+    steps.remember()  # after a step of no tokens, such as one that only ends requests
     runner.vllms(runner.scheduled())
     runner.execute_model_state.input_batch.has_structured_output_reqs = True
     steps.remember()
