@@ -170,6 +170,14 @@ def test_prompts_chunks_and_decode_equal_the_offline_model(checkpoint):
     assert server.step([1, 1, 1], prefilling=[False, False, False]) is DecodeMetadata
 
 
+def test_a_batch_invariant_step_of_decode_has_the_lengths_of_other_steps(checkpoint, monkeypatch):
+    """Its kernel must know its lengths on the host: attention reads whole tiles of keys at fixed positions."""
+    monkeypatch.setattr(cache, "batch_invariant", lambda: True)
+    server = Server.of(*checkpoint)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+    assert server.step([1, 1, 1], prefilling=[False] * 3) is AttentionMetadata
+
+
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_rows_that_verify_drafts_see_the_devices_lengths(checkpoint, drafts):
     server = Server.of(*checkpoint, drafts=drafts)
