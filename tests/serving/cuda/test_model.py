@@ -185,6 +185,7 @@ def test_rows_that_verify_drafts_see_the_devices_lengths(checkpoint, drafts):
     assert server.step([1 + drafts] * 3, prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
     assert server.step([1 + drafts, 20, 1], prefilling=[False, True, False], unknown=drafts) is AttentionMetadata
     assert server.step([1, 1, 1], prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
+    assert server.step([2, 2, 2], prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
 
 
 @pytest.mark.parametrize("longest", [1024, 1000])
@@ -197,23 +198,23 @@ def test_rows_that_verify_drafts_take_tables_as_wide_as_vllms(checkpoint, longes
     spec = layer.get_kv_cache_spec(config)
     width, rows = get_block_table_width(-(-longest // BLOCK_SIZE), BLOCK_SIZE), 2
     table = torch.arange(8 * width, dtype=torch.int32).view(8, width)
-    lengths = torch.tensor([longest, 20], dtype=torch.int32)
+    lengths = torch.tensor([longest, 20, 0], dtype=torch.int32)  # the last one pads a graph
     step = StepBuilder(spec, [layer.name], config, torch.device("cpu")).build(
         0,
         CommonAttentionMetadata(
-            query_start_loc=torch.tensor([0, 2, 4]),
-            query_start_loc_cpu=torch.tensor([0, 2, 4]),
+            query_start_loc=torch.tensor([0, 2, 4, 6]),
+            query_start_loc_cpu=torch.tensor([0, 2, 4, 6]),
             seq_lens=lengths,
-            num_reqs=2,
-            num_actual_tokens=2 * rows,
+            num_reqs=3,
+            num_actual_tokens=3 * rows,
             max_query_len=rows,
             max_seq_len=longest,
-            block_table_tensor=table[:2],
-            slot_mapping=torch.arange(4),
+            block_table_tensor=table[:3],
+            slot_mapping=torch.arange(6),
         ),
     )
-    assert torch.equal(step.block_table, table[[0, 0, 1, 1]])
-    assert step.lengths.tolist() == [longest - 1, longest, 19, 20]
+    assert torch.equal(step.block_table, table[[0, 0, 1, 1, 2, 2]])
+    assert step.lengths.tolist() == [longest - 1, longest, 19, 20, 0, 0]
 
 
 def test_a_row_without_a_proposed_draft_ends_no_engine(checkpoint):
