@@ -55,9 +55,6 @@ class Slots:
     def set_lora(self, index: int, lora_a: Mapping[str, Factors], lora_b: None) -> None:
         self.adapters.write(index, lora_a)
 
-    def reset_lora(self, index: int) -> None:
-        self.adapters.write(index, {})
-
 
 class AdapterManager(LRUCacheLoRAModelManager):
     """vLLM's caches of adapters on the host and on the GPU, without its layers."""

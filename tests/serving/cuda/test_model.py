@@ -26,10 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import clear_layer_kv_caches, customize_attention_spec
 
@@ -438,8 +439,9 @@ def test_layers_with_a_window_keep_no_more_than_that(checkpoint):
     assert len({spec.page_size_bytes for spec in specs}) == 1, "the groups share their blocks"
 
 
+@pytest.mark.parametrize("form", ["auto", "fp8"])
 @pytest.mark.parametrize(("sizes", "groups"), [(None, 3), ([16, 32, 64], 5)], ids=["as it is", "sizes in a list"])
-def test_the_layer_of_an_eagle_head_is_in_a_group_of_the_targets(checkpoint, monkeypatch, sizes, groups):
+def test_the_layer_of_an_eagle_head_is_in_a_group_of_the_targets(checkpoint, monkeypatch, sizes, groups, form):
     """Two layers with a window, two without, and the head's, in groups of two. Else vLLM gives each layer separate
     tables of blocks and separate metadata at every step (the control)."""
     config = config_of(checkpoint[0])
@@ -448,6 +450,7 @@ def test_the_layer_of_an_eagle_head_is_in_a_group_of_the_targets(checkpoint, mon
         False,
     )
     config.cache_config.get_resolved_kv_cache_layout = lambda: cache.KVCacheLayout.LBNHC
+    config.cache_config.cache_dtype = form
     if sizes:
         monkeypatch.setattr(
             cache.SinkBackend, "get_supported_kernel_block_sizes", staticmethod(lambda spec=None: sizes)
@@ -457,7 +460,8 @@ def test_the_layer_of_an_eagle_head_is_in_a_group_of_the_targets(checkpoint, mon
         layer.name: customize_attention_spec(layer.get_attn_backend(), layer.get_kv_cache_spec(config))
         for layer in layers
     }
-    shape = {"num_kv_heads": layers[0].num_kv_heads, "head_size": layers[0].head_size, "dtype": torch.float32}
-    head = FullAttentionSpec(block_size=BLOCK_SIZE, **shape)
+    shape = {"num_kv_heads": layers[0].num_kv_heads, "head_size": layers[0].head_size}
+    dtype = kv_cache_dtype_str_to_dtype(form, config.model_config)
+    head = FullAttentionSpec(BLOCK_SIZE, **shape, dtype=dtype, kv_quant_mode=get_kv_quant_mode(form))
     specs["head"] = customize_attention_spec(FlashAttentionBackend, head)
     assert len(get_kv_cache_groups(config, specs)) == groups
