@@ -39,6 +39,7 @@ pytestmark = TRITON_HERE  # on a GPU: test_lora.py
 
 RANK, SLOTS = 8, 2
 BASE, ONE, TWO, THREE = range(4)
+ROUTER = "model.layers.1.mlp.router"
 
 
 class Runner(LoRAModelRunnerMixin):
@@ -201,7 +202,17 @@ def test_an_adapter_that_cannot_be_served_names_the_merge(
     file = head / "adapter_model.safetensors"
     a, b = torch.zeros(4, config.hidden_size), torch.zeros(config.vocab_size, 4)
     save_file(load_file(file) | {"lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b}, file)
-    for folder, field in ((wide, "--max-lora-rank"), (head, "lm_head.weight")):
+    others = {
+        "replaced": ("model.norm.weight", torch.ones(config.hidden_size), "model.norm.weight"),
+        "rescaled": (f"{ROUTER}.lora_magnitude_vector", torch.ones(config.num_local_experts), f"{ROUTER}.weight"),
+    }
+    refused_too = []
+    for name, (key, tensor, field) in others.items():
+        folder = write_adapter(tmp_path / name, config, seed=5, experts=False)
+        file = folder / "adapter_model.safetensors"
+        save_file(load_file(file) | {f"base_model.model.{key}": tensor}, file)
+        refused_too.append((folder, field))
+    for folder, field in ((wide, "--max-lora-rank"), (head, "lm_head.weight"), *refused_too):
         with pytest.raises(InputError) as refused:
             runner.add_lora(LoRARequest("wrong", 9, str(folder)))
         assert refused.value.field == field
