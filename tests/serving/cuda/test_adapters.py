@@ -164,6 +164,12 @@ def test_steps_without_adapters_are_the_models_own(runner: Runner, folders: list
     runner.step([1, 1, 1], [None, one, None])  # after capture has removed all adapters
 
 
+def test_an_adapter_of_experts_loads_beside_packed_experts(runner: Runner, folders: list[Path]) -> None:
+    """It is for the tensors of BF16, which an MXFP4 checkpoint has as blocks and scales."""
+    runner.get_model().config = random_config(layers=2, mxfp4=True)
+    assert runner.add_lora(asked(folders, ONE))
+
+
 def swapped(adapters: module.Adapters) -> None:
     assign = adapters.assign
     adapters.assign = lambda rows: assign(torch.where(rows >= 0, SLOTS - 1 - rows, rows))
