@@ -81,6 +81,14 @@ def test_token_of_a_batch_file_is_in_the_log() -> None:
     assert given.hf_token == "k3y", "the token in force"
 
 
+def test_each_answer_of_a_batch_file_is_warned_of() -> None:
+    """Two lines for each answer of 0.11's `run-batch`: 2 000 for 1 000 requests."""
+    name, text = "vllm.entrypoints.openai.protocol", "The following fields were present in the request but ignored: %s"
+    assert written(name, logging.WARNING, text, {"reasoning"}) is None
+    assert written(name, logging.WARNING, text, {"completion_tokens_details"}) is None
+    assert written(name, logging.WARNING, text, {"reasoning", "temprature"}) is not None
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

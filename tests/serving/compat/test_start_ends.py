@@ -125,6 +125,8 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
             f"No such thing. It is odd. {ends.REMEDY}.",
         ),
         (KeyError("x"), "KeyError: 'x'. "),
+        (OSError(28, "No space left on device"), "on device. Make room there. VLLM_CACHE_ROOT"),
+        (OSError(30, "Read-only file system", "/x"), "'/x'. VLLM_CACHE_ROOT"),
         (ValueError("Invalid request on line 7: no"), "line 7: no. Correct or leave out that line"),
         (
             RuntimeError("Engine core process EngineCore_DP1 died unexpectedly."),

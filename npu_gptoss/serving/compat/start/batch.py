@@ -17,8 +17,7 @@ from npu_gptoss.serving.compat.targets import BOTH
 
 @repair("batch-file", "vllm.entrypoints.openai.run_batch:main write_file", releases=BOTH, until="0.33")
 def install(module: ModuleType) -> None:
-    """One line that cannot be read ends `vllm run-batch` after its engine has started, and no word says which line; if
-    the output cannot be written, all answers are lost."""
+    """A bad line ends `vllm run-batch` late and unnamed; answers that cannot be written are lost."""
     expect_source(module.run_batch, "BatchRequestInput.model_validate_json(request_json)")
 
     @around(module, "main")

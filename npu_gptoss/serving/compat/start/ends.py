@@ -49,6 +49,7 @@ _YAML = "Give --config one YAML file with lines of the form `option: value`"
 _PLUGINS = (
     "Unset VLLM_PLUGINS, or let it name npu_gptoss_cpu too (on an NPU ascend); `npu-gptoss doctor` says what lacks"
 )
+_CACHES = "VLLM_CACHE_ROOT, TORCHINDUCTOR_CACHE_DIR, XDG_CACHE_HOME and TMPDIR name other folders for caches"
 _GGUF = "Take the model's safetensors, in MXFP4 or BF16"
 REMEDIES = (
     (
@@ -81,6 +82,8 @@ REMEDIES = (
     (r"swap space", "Use a smaller --swap-space"),
     (r"GGUF|gguf", _GGUF),
     (r"FP8 KV cache", "Leave out --kv-cache-dtype: the cache has the model's dtype"),
+    (r"No space left|[Qq]uota exceeded", f"Make room there. {_CACHES}"),
+    (r"Read-only file system", _CACHES),
     (r"[Ii]nvalid request on line", "Correct or leave out that line of --input-file"),
     (r"[Cc]onnection (closed|reset) by peer", "Look at the logs of the other ranks and nodes: one of them ended first"),
     (r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|: -9\b", _MEMORY),
