@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.model import device_memory
 from npu_gptoss.model.config import GptOssConfig, published_config
@@ -20,7 +22,7 @@ from npu_gptoss.model.device_memory import GIB, Part, choose, hccl_bytes
 from npu_gptoss.nominal import MEMORY
 from npu_gptoss.serving import expert_weights
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.serving.releases import ASCEND_RELEASES
+from npu_gptoss.serving.releases import ASCEND_RELEASES, vllm_0_11
 from tests.refused import refused
 
 pytestmark = pytest.mark.serving
@@ -87,6 +89,17 @@ def test_memory_is_counted_for_this_rank(decide: Decide, monkeypatch: pytest.Mon
     ((those, options),) = asked
     assert those == (LARGE, Part(ranks=2, parts=1, experts=16, layers=12, ends=0), 16384, card, 0.8)
     assert options["hccl"] == hccl_bytes(8)
+
+
+@pytest.mark.parametrize(("parts", "ranks", "share"), [(1, 4, (1, (16, 24))), (4, 1, (4, (0, 32)))])
+def test_the_experts_of_a_rank_begin_behind_the_others(monkeypatch, parts: int, ranks: int, share: Any) -> None:
+    """By vLLM's own map; its third of four ranks, or all ranks with a part of each expert."""
+    cut = Having(tp_size=parts, ep_size=ranks, ep_rank=2 % ranks)
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 4)
+    monkeypatch.setattr("vllm.distributed.get_dp_group", lambda: Having(world_size=1))
+    monkeypatch.setattr(FusedMoEParallelConfig, "make", lambda **_: cut)
+    config = Having(parallel_config=None, model_config=Having(hf_config=Having(num_local_experts=32)))
+    assert vllm_0_11.expert_share(config) == share
 
 
 def test_a_stage_is_reckoned_with_the_layers_that_it_gets(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
