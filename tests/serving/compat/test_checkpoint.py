@@ -14,6 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.start import checkpoint
 from tests.model.corrupt import INDEX, VOCABULARY, write_pristine
@@ -50,8 +53,6 @@ def stop_where_vllm_begins_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_config(directory: Path, **options: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
     return EngineArgs(model=str(directory), max_model_len=256, enforce_eager=True, **options).create_engine_config()
 
 
@@ -69,8 +70,13 @@ def no_shard(directory: Path) -> None:
     next(directory.glob("model-*.safetensors")).unlink()
 
 
+def no_object(directory: Path) -> None:
+    (directory / "config.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
-    ("damage", "words"), [(outside, "of this directory"), (no_stop, "eos_token_id"), (no_shard, "is not there")]
+    ("damage", "words"),
+    [(outside, "of this directory"), (no_stop, "eos_token_id"), (no_shard, "is not there"), (no_object, "config.json")],
 )
 def test_damaged_checkpoint_is_refused_before_vllm_reads_it(directory, patched, damage, words):
     damage(directory)
@@ -82,6 +88,22 @@ def test_config_file_that_vllm_would_pass_over_is_refused(directory: Path, patch
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", str(directory), "--config=server.yaml"])
     with patched("checkpoint-check"), refused("--config=server.yaml"):
         engine_config(directory)
+    monkeypatch.setattr(sys, "argv", ["own.py", "--config=own.yaml"])
+    with patched("checkpoint-check"), pytest.raises(Reached):
+        engine_config(directory)
+
+
+def test_a_tokenizer_s_path_without_a_folder_is_no_name_on_the_hub(directory: Path, patched: Any) -> None:
+    missing = str(directory / "tokenizer")
+    with patched("checkpoint-check"), pytest.raises(InputError, match=f"{missing}: expected a tokenizer's directory"):
+        engine_config(directory, tokenizer=missing)
+
+
+def test_a_cpu_waits_for_no_step_that_has_ended(directory: Path, patched: Any) -> None:
+    options = EngineArgs(model=str(directory), max_model_len=256, async_scheduling=True)
+    with patched("checkpoint-check"), pytest.raises(Reached):
+        options.create_engine_config()
+    assert options.async_scheduling is (current_platform.device_type != "cpu")
 
 
 def test_a_file_of_modelopt_is_not_taken_for_a_field_of_config_json(directory: Path, patched: Any) -> None:
@@ -101,6 +123,7 @@ def test_good_checkpoints_and_other_models_reach_vllm(directory: Path, patched: 
     rope = json.loads((directory / "config.json").read_text())["rope_scaling"]
     with patched("checkpoint-check"):
         asked = [{}, {"load_format": "dummy"}, {"hf_overrides": {"use_cache": False}}]
+        asked.append({"hf_overrides": lambda config: config})
         for options in asked + ([{"rope_scaling": rope}] if OLD else []):
             with pytest.raises(Reached):
                 engine_config(directory, **options)
@@ -108,9 +131,22 @@ def test_good_checkpoints_and_other_models_reach_vllm(directory: Path, patched: 
             file.unlink()
         with pytest.raises(Reached):
             engine_config(directory, load_format="dummy")
+        with pytest.raises(Reached):  # of another model, for what we know
+            engine_config(directory, hf_config_path="other")
         (directory / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
         with pytest.raises(Reached):
             engine_config(directory)
+        (directory / "config.json").rename(directory / "params.json")  # Mistral's own
+        with pytest.raises(Reached):
+            engine_config(directory)
+
+
+def test_an_override_is_checked_and_a_tokenizer_that_nobody_reads_is_not(directory: Path, patched: Any) -> None:
+    with patched("checkpoint-check"), refused("num_hidden_layers"):
+        engine_config(directory, hf_overrides={"num_hidden_layers": 0})
+    (directory / "tokenizer.json").write_text("{")
+    with patched("checkpoint-check"), pytest.raises(Reached):
+        engine_config(directory, skip_tokenizer_init=True)
 
 
 def panics(directory: Path) -> None:
@@ -148,6 +184,8 @@ def test_broken_tokenizer_of_a_hub_is_refused_before_a_request(
         return
     with pytest.raises(InputError, match=words):
         checkpoint.check_tokenizer_of_hub(config)
+    config.hf_config.model_type = "qwen3"
+    checkpoint.check_tokenizer_of_hub(config)
 
 
 @pytest.mark.slow
@@ -171,3 +209,6 @@ def test_a_gguf_of_gpt_oss_is_refused_with_what_to_take(tmp_path: Path) -> None:
             with pytest.raises(InputError) as caught:
                 checkpoint.check_gguf(path)
             assert caught.value.field == str(file)
+    file.write_bytes(b"GGUF\3\0general.architecture\x07gpt-oss")
+    (tmp_path / "config.json").write_text("{}")  # of safetensors beside it
+    checkpoint.check_gguf(tmp_path)

@@ -98,6 +98,12 @@ def test_a_folder_that_takes_no_file_loses_no_traceback(monkeypatch, tmp_path, c
     assert said.endswith(f"vllm serve: it broke. {ends.REMEDY}.\n")
 
 
+def test_a_file_that_another_process_has_just_made_holds_no_reason(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file.txt").touch()
+    monkeypatch.setenv(ends.FILE, str(tmp_path / "file.txt"))
+    assert ends._first() is None
+
+
 def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
