@@ -96,6 +96,8 @@ def test_a_folder_that_takes_no_file_loses_no_traceback(monkeypatch, tmp_path, c
     said = capsys.readouterr().err
     assert said.startswith("RuntimeError: it broke\n")
     assert said.endswith(f"vllm serve: it broke. {ends.REMEDY}.\n")
+    ends._end(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "KeyboardInterrupt\n", "the user's own end has no remedy"
 
 
 def test_a_file_that_another_process_has_just_made_holds_no_reason(monkeypatch, tmp_path) -> None:
@@ -161,10 +163,12 @@ class Failing(BaseModel):
         return self
 
 
-def test_a_bare_assertion_shows_its_source() -> None:
+def test_a_bare_assertion_shows_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "checks.py"
+    file.write_text("def check(value):\n    assert value > 2\ncheck(1)")
     with pytest.raises(AssertionError) as caught:
-        exec(compile("value = 1\nassert value > 2", __file__, "exec"))
-    assert ends.sentence(caught.value).startswith("AssertionError: ")
+        exec(compile(file.read_text(), file, "exec"), {})
+    assert ends.sentence(caught.value).startswith("AssertionError: assert value > 2. ")
     with pytest.raises(ValidationError) as wrapped:
         Failing(value=1)
     assert ends.sentence(wrapped.value).startswith("raise AssertionError ")
