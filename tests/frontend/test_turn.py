@@ -137,6 +137,8 @@ def test_a_stream_is_silent_while_the_model_writes_on(ask):
         ("One, two, two!", {"stop": ["two, twx"]}, "One, two, two!"),
         ("One", {"stop": ["hm", "assistant", "final"]}, "One"),  # in reasoning and headers alone
         ("Two\n\nlines", {"stop": "\n\n"}, "Two"),
+        ("Two\n\nlines", {"stop": ["es", "li"]}, "Two\n\n"),  # of one token
+        ("One, two.", {"stop": ["", "two"]}, "One, "),
         ("One, two.", {"stop": ["two"], "include_stop_str_in_output": True}, "One, two"),
         ("One, two.", {"stop": ["two"], "min_tokens": 100}, "One, two."),
     ],
