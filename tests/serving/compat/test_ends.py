@@ -151,6 +151,36 @@ def test_engine_death_gives_exit_status_1_and_a_normal_end_none(patched: Any, mo
         ended(monkeypatch, errored=False)
 
 
+@pytest.mark.parametrize(
+    ("exitcode", "words"), [(None, ""), (-9, "VLLM_DP_Coordinator was ended by SIGKILL"), (0, "ended")]
+)
+def test_engines_without_a_coordinator_let_requests_wait_for_ever(
+    patched: Any, monkeypatch: pytest.MonkeyPatch, exitcode: int | None, words: str
+) -> None:
+    """With --data-parallel-size and one API server; /health said 200."""
+    core, looked = dead_core(None, ""), []
+    engine = types.SimpleNamespace(engine_core=core)
+    (process,) = core.resources.engine_manager.processes
+    process.is_alive, process.kill = lambda: process.exitcode is None, lambda: setattr(process, "exitcode", -9)
+    other = types.SimpleNamespace(name="VLLM_DP_Coordinator", exitcode=None, is_alive=lambda: other.exitcode is None)
+    core.resources.coordinator = types.SimpleNamespace(proc=other)
+    monkeypatch.setattr(shutdown, "WATCH", 0.01)
+
+    async def looks() -> None:
+        task = asyncio.create_task(launcher.watchdog_loop(None, engine))
+        await asyncio.sleep(0.1)
+        other.exitcode = exitcode
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    with patched("server-end"):
+        monkeypatch.setattr(launcher, "terminate_if_errored", lambda *_: looked.append(1))
+        asyncio.run(looks())
+    assert process.exitcode == (None if exitcode is None else -9)
+    assert words in core.npu_gptoss_pulse.cause
+    assert len(looked) > 4
+
+
 class Engine:
     """Answers a request `needs` seconds after the server's end began; `seen` records the events in order."""
 

@@ -17,7 +17,7 @@ import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +104,35 @@ def install_server(launcher: ModuleType) -> None:
 
     @around(launcher, "watchdog_loop")
     async def watchdog_loop(_: Original, server: Any, engine: EngineClient) -> None:
+        lost = False
         while True:
             await asyncio.sleep(WATCH)
+            if lost and _coordinator_is_lost(
+                engine.engine_core
+            ):  # at two looks: Ctrl-C in a terminal reaches it before the signal has ended this task
+                _end_engines(engine.engine_core)
+            lost = _coordinator_is_lost(engine.engine_core)
             launcher.terminate_if_errored(server, engine)
+
+
+def _coordinator_is_lost(core: Any) -> bool:
+    """Returns whether the process that starts the steps of data parallel engines has ended, and they have not: vLLM
+    does not watch it beside a single API server, and each request after a pause waits for ever. core: vLLM's client."""
+    coordinator = getattr(getattr(core, "resources", None), "coordinator", None)
+    return coordinator is not None and not coordinator.proc.is_alive() and all(e.is_alive() for e in _engines(core))
+
+
+def _engines(core: Any) -> Sequence[Any]:
+    return getattr(core.resources.engine_manager, "processes", ())
+
+
+def _end_engines(core: Any) -> None:
+    """Ends the engines in the place of their coordinator, so that its end counts as theirs."""
+    process, pulse = core.resources.coordinator.proc, getattr(core, "npu_gptoss_pulse", None)
+    if pulse is not None:
+        pulse.cause = pulse.cause or how_ended([process]) or f"its process {process.name} ended"
+    for engine in _engines(core):
+        engine.kill()
 
 
 def _not_yet(timeout: float | None = None) -> None:
@@ -207,7 +233,7 @@ def cause_of_death(core: Any) -> str:
     pulse = getattr(core, "npu_gptoss_pulse", None)
     if pulse is not None and pulse.cause:
         return pulse.cause
-    words = how_ended(getattr(core.resources.engine_manager, "processes", ()))
+    words = how_ended(_engines(core))
     return words or "the cause is unknown; read its last log lines above"
 
 
