@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from npu_gptoss.bench import records
+from npu_gptoss.convert import lora
 from npu_gptoss.errors import InputError
 from npu_gptoss.files import (
     CheckpointError,
@@ -22,6 +24,7 @@ from npu_gptoss.files import (
 )
 from npu_gptoss.harmony import library, vocabulary
 from npu_gptoss.model.safetensors_reader import find_tensors
+from npu_gptoss.verify import replay
 
 
 def _directory(path: Path) -> None:
@@ -137,3 +140,7 @@ def test_name_that_cannot_be_looked_up_ends_with_a_traceback(tmp_path: Path, mon
     monkeypatch.setenv(vocabulary.BASE_VARIABLE, str(closed))
     assert vocabulary.find_vocabulary(closed) is None
     library.can_load()
+    for read in (replay.read, records.read):
+        with pytest.raises(InputError):
+            read(closed)
+    assert lora.parse(f"{closed}:0.5") == (closed, 0.5)

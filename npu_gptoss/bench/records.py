@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from npu_gptoss.bench.provenance import environment, machine, versions
 from npu_gptoss.bench.roofline import Ceilings
 from npu_gptoss.errors import InputError
-from npu_gptoss.files import read_json, write_atomically
+from npu_gptoss.files import mode_of, read_json, write_atomically
 
 Record = Mapping[str, Any]
 Document = dict[str, Any]  # the content of a file
@@ -102,7 +103,7 @@ def write(content: Document, path: Path) -> None:
 
 def read(path: Path) -> Document:
     """A file of KINDS, ours or another engine's, that says where it was measured. Raises InputError."""
-    if not path.is_file():
+    if not stat.S_ISREG(mode_of(path)):
         raise InputError(f"{path}: there is no such file; `npu-gptoss bench … --json FILE` writes one")
     content = read_json(path, InputError)
     what = content.get("what") if isinstance(content, dict) else content

@@ -20,7 +20,7 @@ import torch
 
 from npu_gptoss.convert.places import WHOLE, View, place, unwrapped
 from npu_gptoss.errors import InputError, quoted, short
-from npu_gptoss.files import is_directory, is_there, read_json
+from npu_gptoss.files import is_directory, is_there, mode_of, read_json
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.config_fields import is_number
 from npu_gptoss.model.layout import TensorSpec
@@ -100,7 +100,7 @@ def parse(text: str) -> tuple[Path, float]:
     """`DIR` or `DIR:weight`."""
     path, colon, number = text.rpartition(":")
     try:
-        weighted = colon and not Path(text).exists() and math.isfinite(float(number))
+        weighted = colon and not mode_of(Path(text)) and math.isfinite(float(number))
     except ValueError:
         weighted = False
     return (Path(path), float(number)) if weighted else (Path(text), 1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pickle
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.files import mode_of
 from npu_gptoss.kernels import current_platform
 from npu_gptoss.kernels.dumping import CLASS, FIELDS, FORMAT, changed, tensors
 from npu_gptoss.kernels.profiling import observing
@@ -47,7 +49,7 @@ class Dumped:
 
 def read(path: Path) -> Dumped:
     """Raises InputError for a file that holds no call, or a call that cannot be turned back."""
-    if not path.is_file():
+    if not stat.S_ISREG(mode_of(path)):
         raise InputError(f"--replay {path}: there is no such file; NPU_GPTOSS_DUMP=DIR lets a server write some")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
