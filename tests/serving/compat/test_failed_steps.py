@@ -35,10 +35,11 @@ def test_results_that_cannot_be_read_are_no_silence(patched):
     assert told == [(status.FAILURE, "507015"), (status.SUCCESS, "as it was")]
 
 
-@pytest.mark.parametrize("method", ["execute_model", "execute_dummy_batch"])  # a rank of several without requests
+@pytest.mark.parametrize("method", ["execute_model", "sample_tokens", "execute_dummy_batch"])
 @pytest.mark.parametrize(("answers", "status"), [(0, 1), (1, 3), (None, 3)])
 def test_a_failed_step_that_another_worker_answers_ends_its_worker(answers, status, method, patched):
-    """Else the engine waits for one that waits within a collective. Status 3 is the end of this loop."""
+    """Else the engine waits for one that waits within a collective. Status 3 is the end of this loop. A rank without
+    requests runs the dummy batch."""
 
     def fails() -> Any:
         raise RuntimeError("507015")
