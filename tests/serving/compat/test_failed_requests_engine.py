@@ -214,6 +214,18 @@ def test_request_that_failed_early_is_refused_when_it_is_added(engine, patched):
         assert [output.stop_reason for output in vars(the_core).pop(barrier._UNTOLD)] == ["the first reason"]
 
 
+def test_request_of_a_used_id_is_not_ended_for_the_one_before_it(engine, patched):
+    """Its client left before the error was known."""
+    the_core = core_of(engine)
+    with patched(*BARRIER):
+        gone, _ = the_core.preprocess_add_request(sent(engine, "x", HONEST))
+        the_core.add_request(*the_core.preprocess_add_request(sent(engine, "x", HONEST)))
+        barrier.report(barrier.failures_of(the_core.structured_output_manager), gone, "its own reason")
+        barrier.end_reported(the_core)
+        assert "x" in the_core.scheduler.requests
+        the_core.abort_requests(["x"])
+
+
 @pytest.mark.skipif(OLD, reason="vLLM 0.11 has no requests whose input comes in parts")
 def test_later_part_of_an_input_is_no_second_request(engine, patched):
     the_core = core_of(engine)
