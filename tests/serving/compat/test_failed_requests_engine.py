@@ -248,6 +248,15 @@ def process_of(engine: LLM) -> Any:
     return process
 
 
+def test_end_of_a_request_reaches_its_own_server_which_counts_it(engine):
+    """A server of several engines counts the requests of each, to share them out."""
+    process = process_of(engine)
+    barrier.tell(process, barrier.Refused("x", 3, "its reason"))
+    server, outputs = process.output_queue.get_nowait()
+    assert (server, outputs.finished_requests) == (3, {"x"})
+    assert [(output.request_id, output.stop_reason) for output in outputs.outputs] == [("x", "its reason")]
+
+
 def ask_the_input_thread(engine: LLM, address: str, messages: list[list[bytes]], answers: int) -> list[Any]:
     """Returns up to `answers` messages from vLLM's input thread, waiting at most two seconds for each."""
     process = process_of(engine)
