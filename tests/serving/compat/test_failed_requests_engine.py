@@ -83,6 +83,22 @@ def test_nan_and_infinity_are_refused(engine, patched, field, value):
         assert field in run(engine, (HONEST, greedy(**{"temperature": 1.0, field: value})))[0]
 
 
+def test_request_that_fails_as_it_is_queued_leaves_the_queue(engine, patched, monkeypatch):
+    the_core = core_of(engine)
+    scheduler, queued = the_core.scheduler, the_core.scheduler.add_request
+
+    def add_request(request: Any) -> None:
+        queued(request)
+        raise RuntimeError("no room")
+
+    with patched(*BARRIER):
+        monkeypatch.setattr(scheduler, "add_request", add_request)
+        the_core.add_request(*the_core.preprocess_add_request(sent(engine, "x", HONEST)))
+        (ended,) = vars(the_core).pop(barrier._UNTOLD)
+    assert ended.stop_reason == f"{barrier.REFUSED}RuntimeError: no room"
+    assert (len(scheduler.waiting), scheduler.requests) == (0, {})
+
+
 def test_grammar_that_does_not_compile_ends_only_its_own_request(engine, patched, monkeypatch):
     def compile_grammar(*_: Any) -> None:
         raise RuntimeError("no grammar")

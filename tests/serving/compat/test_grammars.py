@@ -68,6 +68,7 @@ def backend_named(name: str, width: int = VOCABULARY // 32) -> Any:
             return torch.zeros(rows, width, dtype=torch.int32)
 
         def destroy(self) -> None:
+            assert not self.destroyed, "xgrammar's raises the second time"
             self.destroyed = True
 
     return Backend
