@@ -14,6 +14,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
+from npu_gptoss.serving.compat.engine import masks
 from npu_gptoss.serving.compat.engine.masks import MOST, allows
 from tests.harmony.conftest import tokenizer_files
 
@@ -194,3 +195,13 @@ def test_free_text_before_a_tag_has_any_white_space(patched, backend, tokenizer)
     walk.behind("<|channel|>final<|message|>{")
     walk.run("\n", MOST)
     assert walk.spaces() == [False, False]
+
+
+def test_a_row_of_control_tokens_alone_keeps_one():
+    """A row that allows nothing would give any token, and the grammar would end the request."""
+    row = torch.tensor([1 << 2, 0], dtype=torch.int32)
+    masks._restrict(row, masks.mask_without({2, 31, 32}, 2))
+    assert [number for number in range(64) if masks.allows(row, number)] == [2]
+    row.fill_(-1)
+    masks._restrict(row, masks.mask_without({2, 31, 32}, 2))
+    assert [number for number in range(64) if not masks.allows(row, number)] == [2, 31, 32]
