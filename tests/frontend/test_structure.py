@@ -46,6 +46,13 @@ def test_references_of_a_tool_are_looked_up_in_the_list_of_calls() -> None:
     assert not fits(schema, "h", {"in": [{}]})
 
 
+def test_a_client_that_takes_one_call_is_not_forced_to_read_two() -> None:
+    call = {"name": "f", "parameters": {}}
+    for parallel in (True, False):
+        asked = read(tool("f", {"type": "object"}), tool_choice="required", parallel_tool_calls=parallel)
+        assert Draft202012Validator(asked.structure.fields["json"]).is_valid([call, call]) is parallel
+
+
 def test_a_schema_that_no_grammar_holds_is_kept_or_a_strict_one_dropped() -> None:
     words = {"type": "array", "items": WORD | {"pattern": "(?=a)"}, "uniqueItems": True}
     bad = {"type": "object", "properties": {"pattern": words}, "required": ["pattern"]}

@@ -73,7 +73,7 @@ READ: dict[str, tuple[str, dict[str, Any], tuple]] = {
     "JSON of a call that is not forced": (final(ROME), ASKED, (ROME, "", [], "stop")),
     **{
         f"no call: {text:.12}": (final(text), FORCED, (text, "", [], "stop"))
-        for text in ('[{"name": "get_wea', '["get_weather"]', "Sorry.", "{}", '[{"name": 1}]')
+        for text in ('[{"name": "get_wea', '["get_weather"]', "Sorry.", "{}", '[{"name": 1, "parameters": {}}]')
     },
 }
 # headers of a second message that openai-harmony's strict parser raises at, each before an answer "Four."
@@ -151,6 +151,12 @@ def test_a_stop_string_is_overlooked_or_cuts_too_much(ask, text, fields, want):
 def test_a_stop_string_cuts_arguments(ask, fields):
     text = CALL if fields is ASKED else final(PARIS[1])
     assert both(ask, text, stop=["Paris"], **fields)[2] == [PARIS]
+
+
+def test_json_behind_a_call_is_no_second_call(ask):
+    written = '[{"name": "get_weather", "parameters": {"city": "Rome"}}]'
+    text = CALL.replace("<|call|>", "<|end|>") + NEXT + final(written)
+    assert both(ask, text, **FORCED) == (written, "", [PARIS], "tool_calls")
 
 
 @pytest.mark.parametrize(
