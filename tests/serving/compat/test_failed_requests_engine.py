@@ -254,6 +254,62 @@ def test_later_part_of_an_input_is_no_second_request(engine, patched):
         the_core.abort_requests(["x"])
 
 
+@pytest.fixture
+def sleeper(engine, monkeypatch):
+    """The core of an engine that was started to sleep; the CPU's worker ignores it."""
+    monkeypatch.setattr(core_of(engine).vllm_config.model_config, "enable_sleep_mode", True)
+    return core_of(engine)
+
+
+@only_0_11
+def test_requests_of_a_sleeping_engine_end_it(engine, patched, sleeper):
+    """Stock vLLM 0.11 computes the next step with memory that is not there."""
+    with patched(*BARRIER, "engine-sleep"):
+        (alone,) = run(engine, (HONEST, greedy()))
+        llm = engine.llm_engine
+        llm.add_request("running", {"prompt_token_ids": HONEST}, greedy())
+        llm.step()
+        sleeper.sleep(1)
+        (ended,) = [output for output in llm.step() if output.finished]
+        assert "put to sleep" in ended.outputs[0].stop_reason
+        assert not llm.has_unfinished_requests()
+        (refused,) = run(engine, (HONEST, greedy()))
+        assert refused.startswith(barrier.REFUSED)
+        assert "/wake_up" in refused
+        sleeper.wake_up()
+        assert run(engine, (HONEST, greedy())) == [alone]
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_an_engine_that_cannot_get_its_weights_back_sleeps(engine, patched, sleeper, monkeypatch, level):
+    asked: list[int] = []
+    monkeypatch.setattr(sleeper.model_executor, "sleep", asked.append)
+    if not OLD:
+        monkeypatch.setattr(core.EngineCore, "pause_scheduler", lambda *_, **__: None)
+    with patched("engine-sleep"):
+        if level or OLD:
+            with pytest.raises(ValueError, match="level"):
+                sleeper.sleep(level)
+        else:
+            sleeper.sleep(level)  # only pauses
+        sleeper.vllm_config.model_config.enable_sleep_mode = False
+        with pytest.raises(ValueError, match="--enable-sleep-mode"):
+            sleeper.sleep(1)
+    assert asked == []
+
+
+@pytest.mark.skipif(OLD, reason="vLLM 0.11 cannot pause")
+@pytest.mark.parametrize("tags", [["weights"], ["scheduling"], ["other"]])
+def test_an_engine_that_is_half_awake_computes_a_step(engine, patched, sleeper, monkeypatch, tags):
+    monkeypatch.setattr(sleeper.model_executor, "collective_rpc", lambda *_, **__: None)
+    with patched("engine-sleep", "wake-up"):
+        sleeper.sleep(1)
+        sleeper.wake_up(tags)
+        assert sleeper.is_scheduler_paused()
+        sleeper.wake_up()
+        assert not sleeper.is_scheduler_paused()
+
+
 def process_of(engine: LLM) -> Any:
     """The engine core as in a separate process."""
     process = object.__new__(core.EngineCoreProc)

@@ -14,6 +14,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.engine.failed_requests import FAILED, REFUSED
 from npu_gptoss.serving.compat.server.failed_requests import RequestFailed, RequestRefused
 from tests.serving.compat.of_release import LINE, OLD
@@ -204,24 +205,28 @@ def test_unexpected_error_has_a_message(patched):
     assert str(raised.value) == "OverflowError: too large"
 
 
-@pytest.mark.skipif(LINE != "0.23", reason="the repair is for vLLM 0.23")
-@pytest.mark.parametrize(("level", "allowed"), [(1, False), (0, False), (2, True)])
+@pytest.mark.parametrize(("level", "allowed"), [(1, False), (0, False), (2, True), (1, True)])
 def test_a_server_that_cannot_sleep_ends_no_request_and_stays_awake(patched, level, allowed):
     asked = []
 
     async def nothing() -> None: ...
 
-    async def pause_and_sleep(level: int, mode: str) -> None:
-        asked.append((level, mode))
+    async def asleep(*level: Any) -> None:
+        asked.append(level)
 
     engine = object.__new__(async_llm.AsyncLLM)
     engine.model_config, engine.logger_manager = types.SimpleNamespace(enable_sleep_mode=allowed), None
     engine.renderer = types.SimpleNamespace(clear_mm_cache_async=nothing, shutdown=lambda: None)
-    engine.engine_core = types.SimpleNamespace(sleep_async=pause_and_sleep, shutdown=lambda **_: None)
+    engine.engine_core = types.SimpleNamespace(
+        sleep_async=asleep, reset_prefix_cache_async=nothing, shutdown=lambda **_: None
+    )
+    more, pauses = (("keep",), level == 0) if LINE == "0.23" else ((), False)
     with patched("sleep"):
-        if level and not allowed:
-            with pytest.raises(ValueError, match="--enable-sleep-mode"):
-                asyncio.run(engine.sleep(level, "keep"))
+        if pauses or (allowed and level == 1):
+            asyncio.run(engine.sleep(level, *more))
+            assert asked == [(level, *more)]
         else:
-            asyncio.run(engine.sleep(level, "keep"))
-    assert asked == ([(level, "keep")] if allowed or not level else [])
+            with pytest.raises(Refusal) as refused:
+                asyncio.run(engine.sleep(level, *more))
+            assert ("--enable-sleep-mode" in refused.value.message) is not allowed
+            assert asked == []

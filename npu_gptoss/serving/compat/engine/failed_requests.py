@@ -131,6 +131,9 @@ def install_input(module: ModuleType) -> None:
         if reason is None and there is not None and getattr(there, "streaming_queue", None) is None:
             # from another API server, with the same X-Request-Id: two requests of one id free each other's blocks
             reason = f"{REFUSED}another request with the id {request.request_id!r} is being served"
+        if reason is None and not hasattr(self, "pause_scheduler") and self.model_executor.is_sleeping:
+            # from 0.23 on it would wait
+            reason = f"{REFUSED}the server sleeps. POST /wake_up first."
         if reason is None:
             try:
                 original(self, request, request_wave)

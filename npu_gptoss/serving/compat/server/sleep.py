@@ -1,22 +1,75 @@
-"""/sleep of a server that was not started to sleep (vLLM 0.23)."""
+"""/sleep that could not be undone, and steps of an engine that sleeps (vLLM 0.11 and 0.23, which serve on Ascend).
+
+Level 1 keeps the weights in the host's memory. Any other throws them away, and a running server on Ascend cannot load
+them again: after /wake_up it would compute with what memory held.
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.serving.admission.refusal import Refusal
+from npu_gptoss.serving.compat.engine.failed_requests import FAILED, end_reported, failures_of, report
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
-from npu_gptoss.serving.compat.targets import ASYNC
+from npu_gptoss.serving.compat.targets import ASYNC, BOTH, CORE
+
+UNTIL = "vllm-ascend refuses a sleep without return"
+PAUSES = "pause_scheduler"  # of an EngineCore that can stop its scheduler, from 0.23 on: /sleep?level=0 does only that
 
 
-@repair("sleep", f"{ASYNC}:AsyncLLM.sleep", releases="0.23", until="vllm-ascend asks for the option before it pauses")
+def objection(model_config: Any, level: int, *, pauses: bool) -> str:
+    """Returns why a server must not sleep at this level; empty if it may."""
+    if pauses and level == 0:
+        return ""
+    if not model_config.enable_sleep_mode:
+        return "This server cannot sleep: it was started without --enable-sleep-mode."
+    return "" if level == 1 else f"level: expected 1, which keeps the weights, got {level}: they could not be restored."
+
+
+@repair("sleep", f"{ASYNC}:AsyncLLM.sleep", releases=BOTH, until=UNTIL)
 def install(module: ModuleType) -> None:
-    """Without --enable-sleep-mode /sleep ends every request, fails on Ascend, and leaves the engine paused: what comes
-    later waits for ever, and /health says 200."""
-    expect_source(module.AsyncLLM.sleep, "await self.engine_core.sleep_async(level, mode)")
+    """The answer of /sleep without --enable-sleep-mode, and at a level without return, is 200 or an error without
+    words."""
+    from vllm.v1.engine.core import EngineCore
+
+    expect_source(module.AsyncLLM.sleep, "await self.engine_core.sleep_async(level")
 
     @around(module.AsyncLLM, "sleep")
     async def sleep(original: Original, self: Any, level: int = 1, *more: Any, **named: Any) -> None:
-        if level > 0 and not self.model_config.enable_sleep_mode:  # 0 only pauses
-            raise ValueError("This server cannot sleep: it was started without --enable-sleep-mode.")
+        if said := objection(self.model_config, level, pauses=hasattr(EngineCore, PAUSES)):
+            raise Refusal(said, "level")
         await original(self, level, *more, **named)
+
+
+@repair("engine-sleep", f"{CORE}:EngineCore.sleep", releases=BOTH, until=UNTIL)
+def install_engine(module: ModuleType) -> None:
+    """An engine that is put to sleep at a level without return computes wrong text after it; 0.23's stays paused if its
+    worker cannot sleep, 0.11's ends with the next step of a request that is running."""
+    core = module.EngineCore
+    pauses = hasattr(core, PAUSES)
+    expect_source(core.sleep, "model_executor.sleep(level)")
+
+    @around(core, "sleep")
+    def sleep(original: Original, self: Any, level: int = 1, *more: Any, **named: Any) -> Any:
+        if said := objection(self.vllm_config.model_config, level, pauses=pauses):
+            raise ValueError(said)
+        if not pauses:
+            for request in list(self.scheduler.requests.values()):
+                report(failures_of(self.structured_output_manager), request, f"{FAILED}the server was put to sleep.")
+            end_reported(self)
+            self.reset_prefix_cache()  # before, running requests kept it
+        return original(self, level, *more, **named)
+
+
+@repair("wake-up", f"{CORE}:EngineCore.resume_scheduler", releases="0.23", until="0.33")
+def install_wake_up(module: ModuleType) -> None:
+    """/wake_up?tags=weights, another tag, and /resume let an engine whose cache still sleeps go on: the next step ends
+    it."""
+    core = module.EngineCore
+    expect_source(core.wake_up, "self.model_executor.wake_up(tags)", "self.resume_scheduler()")
+
+    @around(core, "resume_scheduler")
+    def resume_scheduler(original: Original, self: Any) -> None:
+        if not self.model_executor.is_sleeping:
+            original(self)
