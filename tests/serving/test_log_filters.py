@@ -86,7 +86,7 @@ def test_each_answer_of_a_batch_file_is_warned_of() -> None:
     name, text = "vllm.entrypoints.openai.protocol", "The following fields were present in the request but ignored: %s"
     assert written(name, logging.WARNING, text, {"reasoning"}) is None
     assert written(name, logging.WARNING, text, {"completion_tokens_details"}) is None
-    assert written(name, logging.WARNING, text, {"reasoning", "temprature"}) is not None
+    assert written(name, logging.WARNING, text, {"reasoning", "top_x"}) is not None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ OLD = LINE == "0.11"
 # Files of this folder. The defects of the other files are gone in vLLM 0.33 (docs/upstream.md).
 ON_0_33 = (
     *("test_admission.py", "test_compat.py", "test_control_tokens.py", "test_forms.py", "test_grammars.py"),
-    *("test_kernel_report.py", "test_metadata.py", "test_row_widths.py", "test_scheduler.py", "test_structures.py"),
+    *("test_kernel_report.py", "test_row_widths.py", "test_scheduler.py", "test_structures.py"),
     *("test_ends.py", "test_failed_steps.py", "test_heartbeat.py", "test_restart.py", "test_start_ends.py"),
     "test_ngrams.py",
 )
