@@ -14,6 +14,7 @@ from npu_gptoss.serving.compat.engine.failed_requests import FAILED, end_reporte
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASYNC, BOTH, CORE
 
+ASCEND = "vllm_ascend.worker"
 UNTIL = "vllm-ascend refuses a sleep without return"
 PAUSES = "pause_scheduler"  # of an EngineCore that can stop its scheduler, from 0.23 on: /sleep?level=0 does only that
 
@@ -73,3 +74,20 @@ def install_wake_up(module: ModuleType) -> None:
     def resume_scheduler(original: Original, self: Any) -> None:
         if not self.model_executor.is_sleeping:
             original(self)
+
+
+@repair("wake-up-cache", f"{ASCEND}.worker:NPUWorker.wake_up", releases="0.23", until="vllm-ascend zeroes it")
+@repair("wake-up-cache", f"{ASCEND}.worker_v1:NPUWorker.wake_up", until="vllm-ascend zeroes it")
+def install_cache(module: ModuleType) -> None:
+    """The KV cache of a woken worker is what memory held, not zeros as at the start: padding rows read it, and a NaN
+    there leaves their experts undefined."""
+    worker = module.NPUWorker
+    expect_source(worker.wake_up, "allocator.wake_up(tags=tags)")
+
+    @around(worker, "wake_up")
+    def wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
+        original(self, tags)
+        if tags is None or "kv_cache" in tags:
+            for layer in self.model_runner.kv_caches:
+                for cache in layer if isinstance(layer, (tuple, list)) else (layer,):
+                    cache.zero_()

@@ -1,0 +1,40 @@
+"""A worker of vllm-ascend that wakes up; the engine's part is in test_failed_requests_engine.py."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.serving.compat.server import sleep
+
+
+class CaMemAllocator:
+    """Fresh memory in every tensor of the cache."""
+
+    @staticmethod
+    def get_instance() -> Any:
+        return SimpleNamespace(wake_up=lambda tags: [cache.fill_(float("nan")) for cache in CACHES])
+
+
+CACHES = [torch.zeros(3, 2) for _ in range(3)]
+
+
+class NPUWorker:
+    def __init__(self) -> None:
+        self.model_runner = SimpleNamespace(kv_caches=[(CACHES[0], CACHES[1]), CACHES[2]])
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        allocator = CaMemAllocator.get_instance()
+        allocator.wake_up(tags=tags)
+
+
+@pytest.mark.parametrize(("tags", "zero"), [(None, True), (["kv_cache"], True), (["weights"], False)])
+def test_a_woken_cache_holds_what_memory_held(monkeypatch, tags, zero):
+    module = ModuleType("worker")
+    module.NPUWorker = type("NPUWorker", (NPUWorker,), {"wake_up": NPUWorker.wake_up})
+    sleep.install_cache(module)
+    module.NPUWorker().wake_up(tags)
+    assert all(bool((cache == 0).all()) is zero for cache in CACHES)
