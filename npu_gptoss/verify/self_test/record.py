@@ -53,8 +53,9 @@ def file(environ: Mapping[str, str] = os.environ) -> Path:
 def read(environ: Mapping[str, str] = os.environ) -> dict[str, Seen]:
     """The entries by `stack`; none where the file is missing or has another form."""
     try:
-        return {name: Seen(**entry) for name, entry in json.loads(file(environ).read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        entries = json.loads(file(environ).read_text()).items()
+        return {name: Seen(dict(entry["tests"].items()), str(entry["when"])) for name, entry in entries}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return {}
 
 

@@ -60,10 +60,14 @@ def test_folder_that_cannot_be_written_is_a_warning(tmp_path):
     only(remembered(here, ALL_RIGHT), "warning", "cannot be written", "XDG_CACHE_HOME")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"x": 1}', '{"x": {"strange": 1}}', "\x00"])
+LISTED = '{"x": {"tests": ["products"], "when": "2026-11-30"}}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": 1}', '{"x": {"strange": 1}}', LISTED, "\x00"])
 def test_file_of_another_form_is_replaced(text, tmp_path):
     here = installed(tmp_path, "8.3.RC1")
     write(tmp_path / f"home/.cache/npu_gptoss/{FILE}", text)
+    only(remembered(here, [], [A2]), "warning", "never tested whole")
     only(remembered(here, ALL_RIGHT), "ok", "all right")
     assert list(json.loads((tmp_path / f"home/.cache/npu_gptoss/{FILE}").read_text())) == [
         stack("no card", here.environ, here.root)
