@@ -107,11 +107,10 @@ def install_server(launcher: ModuleType) -> None:
         lost = False
         while True:
             await asyncio.sleep(WATCH)
-            if lost and _coordinator_is_lost(
-                engine.engine_core
-            ):  # at two looks: Ctrl-C in a terminal reaches it before the signal has ended this task
+            before, lost = lost, _coordinator_is_lost(engine.engine_core)
+            # at two looks: Ctrl-C in a terminal reaches it before the signal has ended this task
+            if before and lost:
                 _end_engines(engine.engine_core)
-            lost = _coordinator_is_lost(engine.engine_core)
             launcher.terminate_if_errored(server, engine)
 
 
