@@ -50,7 +50,6 @@ def configuration(additional_config: dict[str, Any] | None = None, **changes: An
     """The parts of VllmConfig that this side looks at."""
     parts = {"max_num_seqs": 16, "cuda_graph_sizes": [32], "cudagraph_capture_sizes": None, "sequence_parallel": False}
     parts |= {"enforce_eager": False, "async_scheduling": False, "cudagraph_mode": None, "speculative_config": None}
-    parts |= {"enable_sleep_mode": False}
     ranks = {f"{name}_parallel_size": 1 for name in ("tensor", "data", "pipeline")} | {"enable_expert_parallel": False}
     parts |= {**ranks, "experts": 32, **changes}
     return SimpleNamespace(
@@ -59,7 +58,6 @@ def configuration(additional_config: dict[str, Any] | None = None, **changes: An
         parallel_config=SimpleNamespace(**{name: parts[name] for name in ranks}),
         model_config=SimpleNamespace(
             enforce_eager=parts["enforce_eager"],
-            enable_sleep_mode=parts["enable_sleep_mode"],
             hf_config=SimpleNamespace(num_local_experts=parts["experts"]),
         ),
         scheduler_config=SimpleNamespace(
@@ -116,21 +114,6 @@ def test_a_sender_of_weights_is_refused_at_the_start(right_stack):
     config = configuration()
     config.weight_transfer_config = SimpleNamespace(backend="hccl")
     assert against(config) == ["--weight-transfer-config"]
-
-
-@pytest.mark.parametrize(
-    ("variable", "option", "wakes"),
-    [(None, None, False), ("1", None, False), ("0", None, True), (None, 0, True), ("0", 1, False)],
-)
-def test_a_sleep_without_a_way_back_is_refused_at_the_start(right_stack, monkeypatch, variable, option, wakes):
-    """vllm-ascend's /wake_up raises if weights may be in FRACTAL_NZ, after /sleep has taken them away."""
-    monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ", raising=False)
-    if variable:
-        monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", variable)
-    config = configuration(None if option is None else {"weight_nz_mode": option}, enable_sleep_mode=True)
-    assert against(config) == ([] if wakes else ["--enable-sleep-mode"])
-    config.model_config.enable_sleep_mode = False
-    assert against(config) == []
 
 
 def test_experts_that_ranks_do_not_share_evenly_are_refused(right_stack):

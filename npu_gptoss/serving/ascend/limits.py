@@ -243,13 +243,6 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
     why, remedy = "the weights of a running server stay as they are", "leave it out, and restart for other weights"
     sent = getattr(config, "weight_transfer_config", None) is not None  # from vLLM 0.23 on
     yield sent, Refusal("--weight-transfer-config", None, why, remedy)
-    formatted = (config.additional_config or {}).get("weight_nz_mode", os.environ.get("VLLM_ASCEND_ENABLE_NZ", "1"))
-    wrong = config.model_config.enable_sleep_mode and str(formatted) not in _OFF
-    why, remedy = (
-        "with weights in FRACTAL_NZ vllm-ascend does not wake up again",
-        "leave it out, or set VLLM_ASCEND_ENABLE_NZ=0",
-    )
-    yield wrong, Refusal("--enable-sleep-mode", None, why, remedy)
     wrong = graphs and not REPLAYS_IN_ORDER and config.scheduler_config.async_scheduling
     why = "vllm-ascend 0.11.0 starts the next graph before the last one has ended, which gives wrong text or a hang"
     yield wrong, Refusal("--async-scheduling", None, why, "leave it out, or use --enforce-eager")

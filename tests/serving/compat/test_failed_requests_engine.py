@@ -258,6 +258,7 @@ def test_later_part_of_an_input_is_no_second_request(engine, patched):
 def sleeper(engine, monkeypatch):
     """The core of an engine that was started to sleep; the CPU's worker ignores it."""
     monkeypatch.setattr(core_of(engine).vllm_config.model_config, "enable_sleep_mode", True)
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
     return core_of(engine)
 
 

@@ -206,8 +206,9 @@ def test_unexpected_error_has_a_message(patched):
 
 
 @pytest.mark.parametrize(("level", "allowed"), [(1, False), (0, False), (2, True), (1, True)])
-def test_a_server_that_cannot_sleep_ends_no_request_and_stays_awake(patched, level, allowed):
+def test_a_server_that_cannot_sleep_ends_no_request_and_stays_awake(patched, monkeypatch, level, allowed):
     asked = []
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "0")
 
     async def nothing() -> None: ...
 
@@ -215,7 +216,9 @@ def test_a_server_that_cannot_sleep_ends_no_request_and_stays_awake(patched, lev
         asked.append(level)
 
     engine = object.__new__(async_llm.AsyncLLM)
-    engine.model_config, engine.logger_manager = types.SimpleNamespace(enable_sleep_mode=allowed), None
+    model = types.SimpleNamespace(enable_sleep_mode=allowed)
+    engine.vllm_config = types.SimpleNamespace(model_config=model, additional_config=None)
+    engine.logger_manager = None
     engine.renderer = types.SimpleNamespace(clear_mm_cache_async=nothing, shutdown=lambda: None)
     engine.engine_core = types.SimpleNamespace(
         sleep_async=asleep, reset_prefix_cache_async=nothing, shutdown=lambda **_: None

@@ -38,3 +38,23 @@ def test_a_woken_cache_holds_what_memory_held(monkeypatch, tags, zero):
     sleep.install_cache(module)
     module.NPUWorker().wake_up(tags)
     assert all(bool((cache == 0).all()) is zero for cache in CACHES)
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "wakes"),
+    [(None, None, False), ("1", None, False), ("0", None, True), (None, 0, True), ("0", 1, False)],
+)
+def test_a_server_sleeps_from_which_vllm_ascend_cannot_wake_it(monkeypatch, variable, option, wakes):
+    """Its /wake_up raises if weights may be in FRACTAL_NZ, after /sleep has taken them away."""
+    monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ", raising=False)
+    if variable:
+        monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", variable)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=True),
+        additional_config=None if option is None else {"weight_nz_mode": option},
+    )
+    said = sleep.objection(config, 1, pauses=True)
+    assert (said == "") is wakes
+    assert "VLLM_ASCEND_ENABLE_NZ=0" in said or wakes
+    assert sleep.objection(config, 0, pauses=True) == ""
+    assert "level" in sleep.objection(config, 2, pauses=True) or not wakes

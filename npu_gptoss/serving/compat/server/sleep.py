@@ -6,6 +6,7 @@ them again: after /wake_up it would compute with what memory held.
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -19,18 +20,22 @@ UNTIL = "vllm-ascend refuses a sleep without return"
 PAUSES = "pause_scheduler"  # of an EngineCore that can stop its scheduler, from 0.23 on: /sleep?level=0 does only that
 
 
-def objection(model_config: Any, level: int, *, pauses: bool) -> str:
-    """Returns why a server must not sleep at this level; empty if it may."""
+def objection(config: Any, level: int, *, pauses: bool) -> str:
+    """Returns why a server must not sleep at this level; empty if it may. config: VllmConfig."""
     if pauses and level == 0:
         return ""
-    if not model_config.enable_sleep_mode:
+    if not config.model_config.enable_sleep_mode:
         return "This server cannot sleep: it was started without --enable-sleep-mode."
+    option = (config.additional_config or {}).get("weight_nz_mode", os.environ.get("VLLM_ASCEND_ENABLE_NZ", "1"))
+    if str(option) not in ("0", ""):
+        said = "This server cannot sleep: with weights in FRACTAL_NZ vllm-ascend does not wake up again."
+        return f"{said} Start it with VLLM_ASCEND_ENABLE_NZ=0."
     return "" if level == 1 else f"level: expected 1, which keeps the weights, got {level}: they could not be restored."
 
 
 @repair("sleep", f"{ASYNC}:AsyncLLM.sleep", releases=BOTH, until=UNTIL)
 def install(module: ModuleType) -> None:
-    """The answer of /sleep without --enable-sleep-mode, and at a level without return, is 200 or an error without
+    """The answer of /sleep without --enable-sleep-mode, and where there is no way back, is 200 or an error without
     words."""
     from vllm.v1.engine.core import EngineCore
 
@@ -38,7 +43,7 @@ def install(module: ModuleType) -> None:
 
     @around(module.AsyncLLM, "sleep")
     async def sleep(original: Original, self: Any, level: int = 1, *more: Any, **named: Any) -> None:
-        if said := objection(self.model_config, level, pauses=hasattr(EngineCore, PAUSES)):
+        if said := objection(self.vllm_config, level, pauses=hasattr(EngineCore, PAUSES)):
             raise Refusal(said, "level")
         await original(self, level, *more, **named)
 
@@ -53,7 +58,7 @@ def install_engine(module: ModuleType) -> None:
 
     @around(core, "sleep")
     def sleep(original: Original, self: Any, level: int = 1, *more: Any, **named: Any) -> Any:
-        if said := objection(self.vllm_config.model_config, level, pauses=pauses):
+        if said := objection(self.vllm_config, level, pauses=pauses):
             raise ValueError(said)
         if not pauses:
             for request in list(self.scheduler.requests.values()):
