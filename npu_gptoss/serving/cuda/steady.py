@@ -112,8 +112,8 @@ class SteadySteps:
                 if model.cg_mode == CUDAGraphMode.FULL:
                     for greedy in (True, False):
                         self.graphs[rows, greedy] = model, self._captured(manager.hidden_states[:rows], pool, greedy)
-        for used in (states.num_computed_tokens, states.total_len, states.last_sampled_tokens):
-            (used if isinstance(used, torch.Tensor) else used.gpu).zero_()
+        for used in (states.num_computed_tokens.gpu, states.total_len.gpu, states.last_sampled_tokens):
+            used.zero_()
 
     def _captured(self, hidden: torch.Tensor, pool: Any, greedy: bool) -> torch.cuda.CUDAGraph:
         self.sampler.greedy = greedy

@@ -261,7 +261,7 @@ def test_requests_that_want_more_than_tokens_get_no_steady_step(wanted, monkeypa
 
 
 @TRITON_HERE
-def test_a_structure_in_the_step_before_and_a_dropped_graph_end_steady_steps():
+def test_a_structure_before_or_a_dropped_graph_ends_steady_steps():
     runner = Runner(GREEDY)
     steps = steady(runner)
     steps.remember()  # after a step of no tokens, such as one that only ends requests

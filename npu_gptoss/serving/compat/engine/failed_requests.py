@@ -28,6 +28,7 @@ from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER
 
 REFUSED = "The engine refused this request: "  # the client's mistake
 FAILED = "The engine ended this request: "  # an error on our side
+PAUSES = "pause_scheduler"  # of an EngineCore that can stop its scheduler, from 0.23 on: /sleep?level=0 does only that
 LONGEST = 400  # characters of a foreign error that reach a client
 
 # Errors of the process. All others belong to a request, BaseException too: a panic of a Rust library is no Exception.
@@ -131,7 +132,7 @@ def install_input(module: ModuleType) -> None:
         if reason is None and there is not None and getattr(there, "streaming_queue", None) is None:
             # from another API server, with the same X-Request-Id: two requests of one id free each other's blocks
             reason = f"{REFUSED}another request with the id {request.request_id!r} is being served"
-        if reason is None and not hasattr(self, "pause_scheduler") and self.model_executor.is_sleeping:
+        if reason is None and not hasattr(self, PAUSES) and self.model_executor.is_sleeping:
             # from 0.23 on it would wait
             reason = f"{REFUSED}the server sleeps. POST /wake_up first."
         if reason is None:

@@ -11,13 +11,12 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.serving.admission.refusal import Refusal
-from npu_gptoss.serving.compat.engine.failed_requests import FAILED, end_reported, failures_of, report
+from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PAUSES, end_reported, failures_of, report
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASYNC, BOTH, CORE
 
 ASCEND = "vllm_ascend.worker"
 UNTIL = "vllm-ascend refuses a sleep without return"
-PAUSES = "pause_scheduler"  # of an EngineCore that can stop its scheduler, from 0.23 on: /sleep?level=0 does only that
 
 
 def objection(config: Any, level: int, *, pauses: bool) -> str:
