@@ -294,12 +294,17 @@ class Canary:
     def _leave(self) -> None:
         """Ends the requests, and zeroes what they wrote: a NaN would reach a later request that reads its block."""
         self.worker.execute_model(self._empty())
-        for layer in self.runner.kv_caches:
-            for cache in layer if isinstance(layer, (tuple, list)) else (layer,):
-                rows, rest = divmod(len(cache), self.runner.kv_cache_config.num_blocks)
-                if rest:
-                    raise RuntimeError(f"a KV cache {list(cache.shape)} has other blocks than its configuration")
-                cache[rows * self._used.start : rows * self._used.stop].zero_()
+        for cache in caches(self.runner):
+            rows, rest = divmod(len(cache), self.runner.kv_cache_config.num_blocks)
+            if rest:
+                raise RuntimeError(f"a KV cache {list(cache.shape)} has other blocks than its configuration")
+            cache[rows * self._used.start : rows * self._used.stop].zero_()
+
+
+def caches(runner: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a runner's KV cache: of a layer one, or keys and values apart."""
+    for layer in runner.kv_caches:
+        yield from layer if isinstance(layer, (tuple, list)) else (layer,)
 
 
 def _worst(errors: torch.Tensor) -> float:

@@ -87,11 +87,11 @@ def install_cache(module: ModuleType) -> None:
     there leaves their experts undefined."""
     worker = module.NPUWorker
     expect_source(worker.wake_up, "allocator.wake_up(tags=tags)")
+    from npu_gptoss.serving.canary import caches
 
     @around(worker, "wake_up")
     def wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
         original(self, tags)
         if tags is None or "kv_cache" in tags:
-            for layer in self.model_runner.kv_caches:
-                for cache in layer if isinstance(layer, (tuple, list)) else (layer,):
-                    cache.zero_()
+            for cache in caches(self.model_runner):
+                cache.zero_()
