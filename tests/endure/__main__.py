@@ -83,7 +83,7 @@ def endure(
         await loop.take_answers(scenario, ahead)
         watch.begin = time.monotonic()
         operators = {
-            "changes": loop.change_again_and_again,
+            "changes": lambda: loop.change_again_and_again(stack.sleeps),
             "restarts": lambda: loop.restart_again_and_again(served, leftovers, min(RESTART_EVERY, minutes * 30)),
         }
         operator = asyncio.create_task(operators[scenario.does]()) if scenario.does in operators else None
@@ -197,9 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"endure {name}: {stack}, {options.minutes:g} min, seed {options.seed}", flush=True)
         with tempfile.TemporaryDirectory(prefix="endure") as folder:
             try:
-                develop = {"VLLM_SERVER_DEV_MODE": "1"} if SCENARIOS[name].does == "changes" else {}
+                develop = stack.changes() if SCENARIOS[name].does == "changes" else {}
                 model, log = serve_here.tiny_checkpoint(), Path(folder) / "server.log"
-                served = Served(stack, model, log, variables=develop).start()
+                served = Served(stack, model, log, **develop).start()
             except InputError as error:
                 print(f"\nendure: {error}", file=sys.stderr)
                 return 2

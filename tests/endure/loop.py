@@ -35,13 +35,14 @@ KEPT = 40  # findings with their words; the rest is counted
 AHEAD = 400  # items of a scenario whose answers alone are taken before it
 RESTART_EVERY, CHANGE_EVERY = 60.0, 3.0  # seconds
 LACKING = "not on this stack"
+SLEEP, WAKE_UP = "/sleep?level=1", "/wake_up"
 # of a server with VLLM_SERVER_DEV_MODE=1
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/reset_prefix_cache", {}),
     ("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "/nowhere"}),
     ("/collective_rpc", {"method": "reload_weights"}),
-    ("/sleep?level=1", {}),
-    ("/wake_up", {}),
+    (SLEEP, {}),
+    (WAKE_UP, {}),
 )
 
 
@@ -148,7 +149,7 @@ class Loop:
         self.later: list[tuple[Honest, Answer, Said | None]] = []  # answers whose request was not asked alone before
         self.findings = Findings()
         self.begin = time.monotonic()
-        self.outage = 0  # 1 while the operator ends and starts the server
+        self.outage = 0  # 1 while the operator ends and starts the server, or it sleeps
         self.outages = 0  # how many there were
 
     def session(self) -> aiohttp.ClientSession:
@@ -291,17 +292,28 @@ class Loop:
         async with self.session() as session:
             await asyncio.gather(*(worker() for _ in range(in_flight)))
 
-    async def change_again_and_again(self, every: float = CHANGE_EVERY) -> None:
-        """The operator of `changes`: asks for one after the other; what a stack lacks, it has to refuse."""
-        async with self.session() as session:
-            for route, body in itertools.cycle(CHANGES):
-                await asyncio.sleep(every)
-                async with session.post(self.url + route, json=body) as response:
-                    told = (await response.text())[:100]
-                outcome = "done" if response.status == 200 else LACKING
-                self.findings.note("operator", route, outcome)
-                words = f"{route}: {'done' if response.status == 200 else f'{response.status} {told}'}"
-                self.findings.changes += [words] * (words not in self.findings.changes)
+    async def change_again_and_again(self, sleeps: bool = False, every: float = CHANGE_EVERY) -> None:
+        """The operator of `changes`: asks for one after the other; what a stack lacks, it has to refuse.
+
+        sleeps: the server has to; until it is awake, requests wait or are told so.
+        """
+        try:
+            async with self.session() as session:
+                for route, body in itertools.cycle(CHANGES):
+                    await asyncio.sleep(every)
+                    due = sleeps and route in (SLEEP, WAKE_UP)
+                    if due and route == SLEEP:
+                        self.outage, self.outages = 1, self.outages + 1
+                    async with session.post(self.url + route, json=body) as response:
+                        status, told = response.status, (await response.text())[:100]
+                    if route == WAKE_UP:
+                        self.outage = 0
+                    outcome = "done" if status == 200 else f"status {status}" if due else LACKING
+                    self.findings.note("operator", route, outcome)
+                    words = f"{route}: {'done' if status == 200 else f'{status} {told}'}"
+                    self.findings.changes += [words] * (words not in self.findings.changes)
+        finally:
+            self.outage = 0  # of a server that died asleep
 
     async def restart_again_and_again(self, served: Served, leftovers: list[str], every: float = RESTART_EVERY) -> None:
         """The operator of `restarts`: SIGTERM under load, and a start at the same address."""

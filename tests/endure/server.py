@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
+from typing import Any
 
 import psutil
 from ascend_emulator import cards, stacks
@@ -71,6 +72,16 @@ class Stack:
     def rounds(self) -> bool:
         """True where a batch may turn a near-tie: the arithmetic of a row depends on the others there."""
         return self.stack == "cuda"
+
+    @property
+    def sleeps(self) -> bool:
+        """True where `changes` puts the server to sleep; the CPU refuses the option."""
+        return self.stack in EMULATED
+
+    def changes(self) -> dict[str, Any]:
+        """Fields of a `Served` whose operator may change it."""
+        nz = {"VLLM_ASCEND_ENABLE_NZ": "0"} if self.sleeps else {}
+        return {"variables": {"VLLM_SERVER_DEV_MODE": "1", **nz}, "flags": ("--enable-sleep-mode",) * self.sleeps}
 
     def flags(self) -> list[str]:
         graphs = ["--compilation-config", json.dumps({"cudagraph_mode": MODES[self.mode]})] if self.mode else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from npu_gptoss.errors import InputError
 from tests.endure import judge
 from tests.endure.__main__ import endure
 from tests.endure.honest_requests import Said
-from tests.endure.loop import PARTED, Findings, Loop, refuse_other_machines
+from tests.endure.loop import PARTED, UNSERVED, WAKE_UP, Findings, Loop, refuse_other_machines
 from tests.endure.scenarios import SCENARIOS
 from tests.endure.server import Served, Stack
 
@@ -162,7 +163,7 @@ def test_another_answer_is_right_at_near_ties_only(now: tuple[int, ...], outcome
 class Scripted(BaseHTTPRequestHandler):
     """A server of sums that has `fault` from its LATE-th request on."""
 
-    LATE, fault, asked = 40, "", 0
+    LATE, fault, asked, asleep = 40, "", 0, False
 
     def log_message(self, *words: object) -> None:
         pass
@@ -171,12 +172,17 @@ class Scripted(BaseHTTPRequestHandler):
         left = Scripted.asked if Scripted.fault != "counter" else -Scripted.asked
         self.answer(f'vllm:requests_total{{a="b"}} {left}\nvllm:kv_cache_usage_perc 0.0\n'.encode())
 
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.end_headers()
         self.wfile.write(body)
 
     def do_POST(self) -> None:
+        if not self.path.startswith("/v1/chat"):
+            Scripted.asleep = self.path.startswith("/sleep") or (Scripted.asleep and self.path != "/wake_up")
+            return self.answer(b"", 500 if self.path == Scripted.fault else 200)
+        if Scripted.asleep:
+            return self.answer(b"", 503)
         Scripted.asked += 1
         fault = Scripted.fault if Scripted.asked > self.LATE else ""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -198,7 +204,7 @@ class Scripted(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    Scripted.asked, Scripted.fault = 0, ""
+    Scripted.asked, Scripted.fault, Scripted.asleep = 0, "", False
     monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 256)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -222,6 +228,27 @@ def test_a_fault_of_a_scripted_server_is_caught(scripted: Any, fault: str, promi
     seen = endure(scripted, "short", minutes=1, requests=300, ahead=40, patience=2, every=0.1)
     assert seen.number("honest") >= 300
     assert [name for name, verdict, _ in judge.verdicts(seen) if verdict == judge.BROKEN] == [promise] * bool(fault)
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "fault", "told", "wrong"),
+    [(True, "", True, False), (False, "", False, True), (True, WAKE_UP, True, False)],
+)
+def test_a_sleeping_server_is_taken_for_a_wrong_answer(
+    scripted: Any, sleeps: bool, fault: str, told: bool, wrong: bool
+) -> None:
+    Scripted.fault, loop = fault, Loop(scripted.url, 1)
+
+    async def run() -> None:
+        operator = asyncio.create_task(loop.change_again_and_again(sleeps, every=0.02))
+        await loop.run(SCENARIOS["short"], 1.2, in_flight=2)
+        operator.cancel()
+
+    asyncio.run(run())
+    seen = loop.findings
+    assert (bool(seen.number("honest", UNSERVED)), bool(seen.number("honest", "wrong"))) == (told, wrong)
+    assert seen.number("operator", "done")
+    assert bool(seen.number("operator", "status 500")) is bool(fault)
 
 
 @pytest.fixture(scope="module")

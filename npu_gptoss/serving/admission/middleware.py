@@ -78,6 +78,7 @@ class AdmissionMiddleware:
         raw = await self._whole_body(headers, receive)
         again = replayed({"type": "http.request", "body": raw, "more_body": False}, receive)
         self.server.check_route(route)
+        fields.check_query(route, scope.get("query_string", b""))
         if not raw or not _is_json(headers):
             return await self._watched(scope, again, send)
         limits = await self.server.limits()

@@ -16,7 +16,6 @@ from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import structures
-from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.tokenizer_file import checkpoint_directory
@@ -135,8 +134,6 @@ class Started:
 
     def _last_piece(self, done: Any) -> Piece:
         release().raise_if_error(self.serving, done.finish_reason, self.name)
-        if done.finish_reason == "abort":  # a client that left hears nothing, so it was the server
-            raise stopping_error()()
         extra = release().about_choice(self.plain, done, self.whole)
         return Piece(done.index, done.token_ids, done.finish_reason, done.stop_reason, done.logprobs, extra)
 

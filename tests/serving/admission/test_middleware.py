@@ -247,6 +247,22 @@ def test_a_priority_in_the_header_has_the_bodys_limits(value: bytes, status: int
     assert status == 200 or body["error"]["param"] == "X-Vllm-Priority"
 
 
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("/sleep", b"level=foo", "level"),
+        ("/sleep", b"level=1&mode=", "mode"),
+        ("/sleep", b"level=1&mode=wait&other=x", None),
+        ("/sleep", b"", None),
+        ("/reset_prefix_cache", b"device=moon", "device"),
+        ("/wake_up", b"level=foo", None),
+    ],
+)
+def test_an_operators_mistake_in_a_url_is_no_500(path: str, query: bytes, param: str | None) -> None:
+    status, body = ask(admission(), path, headers=(), query_string=query)
+    assert (status, body and body["error"]["param"]) == ((400, param) if param else (200, {}))
+
+
 # (path, root_path, key sent, open metrics): let in?
 KEY, OTHER = b"Bearer secret", b"Bearer secreT"
 DOORS = [

@@ -15,8 +15,9 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from npu_gptoss.serving.admission.refusal import Refusal
-from npu_gptoss.serving.compat.engine.failed_requests import FAILED, REFUSED
+from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PAUSED, REFUSED
 from npu_gptoss.serving.compat.server.failed_requests import RequestFailed, RequestRefused
+from npu_gptoss.serving.compat.server.shutdown import is_final
 from tests.serving.compat.of_release import LINE, OLD
 
 pytestmark = pytest.mark.serving
@@ -64,7 +65,7 @@ def step(*names: str, **fields: Any) -> list[EngineCoreOutput]:
     return [EngineCoreOutput(name, [7], **fields) for name in names]
 
 
-def ended(name: str, reason: str) -> EngineCoreOutput:
+def ended(name: str, reason: str | None) -> EngineCoreOutput:
     return EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT, stop_reason=reason)
 
 
@@ -88,11 +89,14 @@ def test_error_from_the_core_reaches_only_its_own_client(patched, kind, error):
         assert list(table.processor.request_states) == ["b"]
 
 
-def test_ordinary_abort_is_no_error(patched):
+@pytest.mark.parametrize("reason", [None, f"{PAUSED}: POST /wake_up first."])
+def test_an_answer_that_sleep_cut_is_taken_for_a_whole_one(patched, reason):
+    """Completions of vLLM 0.23 were answered with 200 and the text so far, those of 0.11 as the client's mistake."""
     with patched("request-outputs"):
-        table = Table("a")
-        table.processor.process_outputs([EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)])
-        assert table.got("a") == []
+        table = Table("a", "b")
+        table.processor.process_outputs([*step("b"), ended("a", reason), ended("left", reason)])
+        assert is_final(table.got("a"))
+        assert table.got("b") == [7]
 
 
 def test_error_in_one_detokenizer_leaves_the_others_their_tokens(patched):

@@ -1,4 +1,4 @@
-"""A worker of vllm-ascend that wakes up; the engine's part is in test_failed_requests_engine.py."""
+"""A worker of vllm-ascend that wakes up, and a pause of vLLM 0.33; the rest is in test_failed_requests_engine.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from npu_gptoss.serving.compat.server import sleep
+from npu_gptoss.serving.compat.server import completions, sleep
+from npu_gptoss.serving.compat.server.shutdown import is_final
 
 
 class CaMemAllocator:
@@ -58,3 +59,17 @@ def test_a_server_sleeps_from_which_vllm_ascend_cannot_wake_it(monkeypatch, vari
     assert "VLLM_ASCEND_ENABLE_NZ=0" in said or wakes
     assert sleep.objection(config, 0, pauses=True) == ""
     assert "level" in sleep.objection(config, 2, pauses=True) or not wakes
+
+
+@pytest.mark.serving
+def test_a_completion_that_a_pause_cut_is_taken_for_a_whole_one():
+    module = ModuleType("serving")
+    module.GenerateBaseServing = type(
+        "GenerateBaseServing", (), {"_raise_if_error": lambda self, finish_reason, request_id: None}
+    )
+    completions.install_pauses(module)
+    serving = module.GenerateBaseServing()
+    serving._raise_if_error("stop", "a")
+    with pytest.raises(Exception, match="paused") as caught:
+        serving._raise_if_error("abort", "a")
+    assert is_final(caught.value)

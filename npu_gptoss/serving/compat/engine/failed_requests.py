@@ -28,6 +28,7 @@ from npu_gptoss.serving.compat.targets import BOTH, CORE, SCHEDULER
 
 REFUSED = "The engine refused this request: "  # the client's mistake
 FAILED = "The engine ended this request: "  # an error on our side
+PAUSED = "The server sleeps"  # an operator's act; POST /wake_up ends it
 PAUSES = "pause_scheduler"  # of an EngineCore that can stop its scheduler, from 0.23 on: /sleep?level=0 does only that
 LONGEST = 400  # characters of a foreign error that reach a client
 
@@ -134,7 +135,7 @@ def install_input(module: ModuleType) -> None:
             reason = f"{REFUSED}another request with the id {request.request_id!r} is being served"
         if reason is None and not hasattr(self, PAUSES) and self.model_executor.is_sleeping:
             # from 0.23 on it would wait
-            reason = f"{REFUSED}the server sleeps. POST /wake_up first."
+            reason = f"{PAUSED}: POST /wake_up first."
         if reason is None:
             try:
                 original(self, request, request_wave)

@@ -63,6 +63,17 @@ def install_stream(module: ModuleType) -> None:
         return json.dumps(failure(ended).model_dump())
 
 
+@repair("pauses", f"{SERVING}:GenerateBaseServing._raise_if_error", releases="0.33", until="vLLM answers 503")
+def install_pauses(module: ModuleType) -> None:
+    """A completion that /pause or /sleep cut is answered with 200."""
+
+    @around(module.GenerateBaseServing, "_raise_if_error")
+    def _raise_if_error(original: Original, self: Any, finish_reason: str | None, request_id: str) -> None:
+        original(self, finish_reason, request_id)
+        if finish_reason == "abort":  # a client that left hears nothing
+            raise stopping_error()()
+
+
 Handler = Callable[[Any, Any], Any]
 
 

@@ -1,9 +1,10 @@
 """Contains per-request exceptions (API server side): the request gets 400 or 500, the others go on.
 
 A request that the engine core ended (`engine/failed_requests.py`) raises in its own stream: `RequestRefused`, a
-ValueError, which vLLM's endpoints answer with 400 and its message, or `RequestFailed`, answered with 500. A stream that
-has begun gets an error event. The other samples of a request with `n` > 1 end with it. An engine without streams
-(`LLM`) returns an output with the finish reason `abort` and the message as stop reason, and raises its own errors.
+ValueError, which vLLM's endpoints answer with 400 and its message, or `RequestFailed`, answered with 500. One that an
+operator's /sleep or /pause ended is answered with 503. A stream that has begun gets an error event. The other samples
+of a request with `n` > 1 end with it. An engine without streams (`LLM`) returns an output with the finish reason
+`abort` and the message as stop reason, and raises its own errors.
 
 Stock vLLM detokenizes the tokens of all requests in one task, and an exception there ends them all; here it ends its
 own request.
@@ -17,8 +18,9 @@ from typing import Any
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving import logger
-from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, words
+from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, PAUSED, REFUSED, words
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair, replace
+from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from npu_gptoss.serving.compat.targets import ASYNC, BOTH
 
 
@@ -31,12 +33,15 @@ class RequestFailed(RuntimeError):
 
 
 def failure(output: Any) -> Exception | None:
-    """Returns the exception that an `EngineCoreOutput` reports, or None."""
+    """Returns the exception that an `EngineCoreOutput` reports, or None. A client that left reads none: a bare abort is
+    the engine's own."""
     from vllm.v1.engine import FinishReason
 
     reason = output.stop_reason
-    if output.finish_reason != FinishReason.ABORT or not isinstance(reason, str):
+    if output.finish_reason != FinishReason.ABORT:
         return None
+    if not isinstance(reason, str) or reason.startswith(PAUSED):
+        return stopping_error()()
     return (RequestRefused if reason.startswith(REFUSED) else RequestFailed)(reason)
 
 

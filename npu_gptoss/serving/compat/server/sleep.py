@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.serving.admission.refusal import Refusal
-from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PAUSES, end_reported, failures_of, report
+from npu_gptoss.serving.compat.engine.failed_requests import PAUSED, PAUSES, end_reported, failures_of, report
 from npu_gptoss.serving.compat.patch import Original, around, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASYNC, BOTH, CORE
 
@@ -61,7 +61,7 @@ def install_engine(module: ModuleType) -> None:
             raise ValueError(said)
         if not pauses:
             for request in list(self.scheduler.requests.values()):
-                report(failures_of(self.structured_output_manager), request, f"{FAILED}the server was put to sleep.")
+                report(failures_of(self.structured_output_manager), request, f"{PAUSED}; it ended this request.")
             end_reported(self)
             self.reset_prefix_cache()  # before, running requests kept it
         return original(self, level, *more, **named)
