@@ -9,13 +9,14 @@ usage() {
     cat <<'END'
 usage: docker/run-910b.sh --model DIR [options] [-- options of scripts/serve.sh]
 
-Starts the container npu-gptoss that serves a checkpoint on the Ascend 910B of this host, and stays in the foreground.
+Starts the container npu-gptoss (npu-gptoss-PORT for another port than 8000), which serves a checkpoint on the Ascend
+910B of this host, and stays in the foreground.
 
   --model DIR      folder of the checkpoint, mounted read-only as /model
   --devices LIST   numbers of the NPUs, as in /dev/davinci<n>; default 0. For 120b: 0,1,2,3
   --host ADDRESS   address of this host where the server listens; default 127.0.0.1, which only this host reaches
   --port PORT      port of this host; default 8000
-  --name NAME      name of the served model; default the last part of DIR
+  --name NAME      name of the served model; default the last part of DIR, or its repository in a hub's cache
   --image IMAGE    default npu-gptoss:910b
   --dry-run        print the command, run nothing
   --help           this text
@@ -60,6 +61,13 @@ case $count in 1 | 2 | 4 | 8) ;; *) fail "gpt-oss has 8 key heads: 1, 2, 4 or 8 
 case $model in /*) ;; *) model=$PWD/$model ;; esac
 case $model in *:*) fail "docker cannot mount $model: a ':' separates the parts of a mount." ;; esac
 model=${model%/}
+case $model in
+*/snapshots/*) # of a hub's cache: its files are links to ../../blobs, which have to be mounted too
+    mounted=${model%/snapshots/*} inside=/model/snapshots/${model##*/snapshots/}
+    [ -n "$name" ] || name=${mounted##*--}
+    ;;
+*) mounted=$model inside=/model ;;
+esac
 [ -n "$name" ] || name=${model##*/}
 
 # last to first: each is put in front of the others
@@ -69,6 +77,13 @@ driver="$driver /usr/local/Ascend/driver/version.info /usr/local/Ascend/driver/l
 
 if [ -z "$dry" ]; then
     [ -f "$model/config.json" ] || fail "$model holds no config.json: it is not a checkpoint in the official layout."
+    seen=$(readlink -f -- "$mounted")
+    for file in "$model"/*; do
+        case $(readlink -f -- "$file") in
+        "$seen"/*) ;;
+        *) fail "$file leads out of $mounted, so the container cannot see it; cp -rL copies a checkpoint without links." ;;
+        esac
+    done
     for number in $numbers; do
         [ -c "/dev/davinci$number" ] || fail "/dev/davinci$number is not there; 'npu-smi info' lists the NPUs of this host."
     done
@@ -84,7 +99,7 @@ fi
 tell_exposure "$host" "$@"
 
 # the image's command first, docker's options in front of it
-set -- "$image" serve --model /model --name "$name" --cards "$count" "$@"
+set -- "$image" serve --model "$inside" --name "$name" --cards "$count" "$@"
 for file in $driver; do
     set -- --volume "$file:$file:ro" "$@"
 done
@@ -105,8 +120,10 @@ group=$(stat -c %g /dev/davinci_manager 2>/dev/null || echo 1000)
 for folder in /tmp:mode=1777 /home/HwHiAiUser:uid=1000,gid=1000,mode=700; do
     set -- --tmpfs "${folder%%:*}:rw,exec,nosuid,nodev,${folder#*:}" "$@"
 done
-set -- docker run --rm --init --name npu-gptoss --shm-size 1g --security-opt no-new-privileges --cap-drop ALL --read-only \
-    --env HOST=0.0.0.0 --publish "$address:$port:8000" --volume "$model:/model:ro" "$@"
+container=npu-gptoss
+[ "$port" = 8000 ] || container=npu-gptoss-$port # servers of other NPUs run beside each other
+set -- docker run --rm --init --name "$container" --shm-size 1g --security-opt no-new-privileges --cap-drop ALL --read-only \
+    --env HOST=0.0.0.0 --publish "$address:$port:8000" --volume "$mounted:/model:ro" "$@"
 
 if [ -n "$dry" ]; then
     quoted "$@"

@@ -118,6 +118,26 @@ def test_missing_checkpoint_or_npu_starts_nothing(tmp_path: Path) -> None:
     assert "/dev/davinci99999" in started.stderr
 
 
+def test_files_of_a_hubs_cache_are_links_to_nothing_in_the_container(tmp_path: Path) -> None:
+    cache, other = tmp_path / "models--openai--gpt-oss-20b", tmp_path / "other"
+    model = cache / "snapshots/abc"
+    for folder in (model, cache / "blobs", other):
+        folder.mkdir(parents=True)
+    (cache / "blobs/1").write_text("{}")
+    for place in (model / "config.json", other / "config.json"):
+        place.symlink_to(cache / "blobs/1")
+    words = dry("--model", str(model))
+    assert values(words, "--volume")[0] == f"{cache}:/model:ro"
+    assert (*values(words, "--model"), values(words, "--name")[-1]) == ("/model/snapshots/abc", "gpt-oss-20b")
+    assert "/dev/davinci99999" in call("--model", str(model), "--devices", "99999").stderr
+    assert "cp -rL" in call("--model", str(other), "--devices", "99999").stderr
+
+
+def test_a_second_server_of_one_host_has_the_name_of_the_first() -> None:
+    names = [values(dry("--model", "/m", *more), "--name")[0] for more in ((), ("--devices", "1", "--port", "8001"))]
+    assert names == ["npu-gptoss", "npu-gptoss-8001"]
+
+
 @pytest.mark.parametrize(("name", "numbers"), [("server-910b", "0"), ("server-910b-4", "0,1,2,3")])
 def test_compose_mounts_the_same_as_the_script(name: str, numbers: str) -> None:
     service = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"][name]
