@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+
+pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="needs vLLM 0.33")
+
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import ExecuteModelState
