@@ -133,9 +133,8 @@ def developer_message(instructions: str | None, tools: Sequence[Mapping[str, Any
         about = function.get("description") or ""
         try:
             parameters = written_out(function.get("parameters") or {})
-            described.append(
-                ToolDescription.new(function["name"], about, parameters if parameters.get("properties") else None)
-            )
+            shown = parameters if parameters.get("properties") or parameters.get("oneOf") else None
+            described.append(ToolDescription.new(function["name"], about, shown))
         except (ValueError, TypeError, RecursionError, HarmonyError) as error:  # pydantic's own check, too
             place = f"tools[{number}]"
             raise ConversationError(f"{place} ({function['name']!r:.80}) cannot be written: {error}", place) from None

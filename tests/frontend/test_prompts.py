@@ -187,7 +187,7 @@ def test_a_date_of_another_form_is_taken(prompt, date):
 def test_nested_and_optional_arguments_are_shown_as_any(prompt):
     """pydantic writes `$ref` and `anyOf` for them, of which harmony knows neither."""
     place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    kinds = [{"$ref": f"#/definitions/{name}"} for name in ("Sun", "Rain")]
+    kinds, text = [{"$ref": f"#/definitions/{name}"} for name in ("Sun", "Rain")], {"x": {"type": "string"}}
     shown = {
         "city: string,": {"$ref": "#/$defs/Place"},
         "a?: {\n    city: string,\n    } | null,": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
@@ -201,6 +201,16 @@ def test_nested_and_optional_arguments_are_shown_as_any(prompt):
         'g?:\n | {\n   kind?: "sun",\n   }\n | {\n   kind?: "rain",\n   }\n,': {"oneOf": kinds},
         "h?: {\n    v?: string,\n    next?: any,\n    },": {"$ref": "#/$defs/Node"},
         "i?: any,": {"$ref": "#/$defs/Nothing"},
+        "j?: {\n    x?: string,\n    }[],": {"items": {"properties": {"x": {"type": "STRING"}}}},
+        "k?: {\n    x?: string,\n    } | null,": {"type": ["object", "null"], "properties": {"x": {"type": "string"}}},
+        "l?: string[] | null,": {"type": ["array", "null"], "items": {"type": "string"}},
+        "m?: string,": {"type": "string", "anyOf": [{"format": "date"}, {"format": "uri"}]},
+        "n?: {\n    x?: string,\n    },": {"properties": text, "oneOf": [{"required": ["x"]}, {"required": ["y"]}]},
+        "o?: any | null,": {"anyOf": [{}, {"type": "null"}]},
+        "p?: {\n    x?: string,\n    y: string,\n    } | null,": {
+            "properties": text,
+            "anyOf": [{"properties": {"y": {"type": "string"}}, "required": ["y"]}, {"type": "null"}],
+        },
     }
     node = {"type": "object", "properties": {"v": {"type": "string"}, "next": {"$ref": "#/$defs/Node"}}}
     definitions = {
@@ -211,6 +221,26 @@ def test_nested_and_optional_arguments_are_shown_as_any(prompt):
         parameters = {"type": "object", "properties": {text[0]: schema}} if text[1] == "?" else schema
         tools = [{"type": "function", "function": {"name": "f", "parameters": parameters | more}}]
         assert f"type f = (_: {{\n{text}\n}}) => any;" in prompt(chat.read, messages=[user("x")], tools=tools)
+
+
+@pytest.mark.parametrize("kind", ["anyOf", "oneOf"])
+def test_a_tool_with_two_sets_of_arguments_shows_none(prompt, kind):
+    """imagekit-nodejs issue 150, mcpx issue 28, netclaw issue 722."""
+    ways = [{"properties": {name: {"type": "string"}}, "required": [name]} for name in ("id", "url")]
+    shown = " | {{\n{0}   id: string,\n   }}\n | {{\n{0}   url: string,\n   }}"
+    for own, common in (({}, ""), ({"properties": {"size": {"type": "integer"}}}, "   size?: number,\n")):
+        tool = {"name": "f", "parameters": {"type": "object", **own, kind: ways}}
+        text = prompt(chat.read, messages=[user("x")], tools=[{"type": "function", "function": tool}])
+        assert f"type f = (_: \n{shown.format(common)}) => any;" in text
+
+
+def test_arguments_common_to_many_sets_fill_the_memory(prompt):
+    def level(depth: int) -> dict[str, Any]:
+        own = {"d": {"description": "d" * 999}} | ({"below": level(depth - 1)} if depth else {})
+        return {"properties": own, "oneOf": [{"properties": {f"a{number}": {}}} for number in range(20)]}
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": level(9)}}]
+    assert len(prompt(chat.read, messages=[user("x")], tools=tools)) < 1_000_000
 
 
 def test_references_that_double_at_each_level_fill_the_memory(prompt):
