@@ -185,6 +185,9 @@ class Turn:
     _direct: Part | None = None  # its part, if texts are emitted at once
     _over: bool = False
 
+    def __post_init__(self) -> None:
+        self.parser.functions = self.reading.functions
+
     def begin(self, header: Iterable[int]) -> None:
         """Reads the header of a message whose first text is in the prompt and which the model continues."""
         for token in header:

@@ -26,17 +26,21 @@ _RECIPIENT = r"[^\s<]{1,256}"  # a tool's name may have other letters
 # Headers that openai-harmony's strict parser reads as the guide means them. It takes a format that stands alone behind
 # the channel (`final json`) for a recipient, so a format needs a recipient before it.
 _WELL_FORMED = re.compile(
-    rf"(assistant)?( to={_NAME})?(<\|channel\|>[a-z]+( to={_NAME})?)?(?P<format> (<\|constrain\|>)?json)?"
+    rf"(assistant)?( to={_NAME})?(<\|channel\|>(analysis|commentary|final)( to={_NAME})?)?"
+    r"(?P<format> (<\|constrain\|>)?json)?"
 )
+_CHANNELS = r"(analysis|commentary|final)(?![a-z])"  # models do write "final__" and "analysis–"
 # The parts of a header at the beginning of a text. What follows them is content whose `<|message|>` is missing.
 _PARTS = re.compile(
-    rf"\s*(assistant\b)?\s*(to=(?P<before>{_NAME}))?\s*(<\|channel\|>)?\s*((?P<channel>analysis|commentary|final)\b)?"
+    rf"\s*(assistant\b)?\s*(to=(?P<before>{_NAME}))?\s*(<\|channel\|>)?\s*((?P<channel>{_CHANNELS}))?"
     rf"\s*(to=(?P<behind>{_NAME}))?\s*(<\|channel\|>\s*[a-z]+\b)?\s*(<\|constrain\|>)?\s*(?P<json>json\b)?\s*"
 )
 # What is left of a header that was cut off within one of its parts
 _CUT = re.compile(r"to=?|<\|constrain\|>\s*\w*|code")
 _OTHER_ROLE = re.compile(r"\s*((user|system|developer|tool)\b|(?!assistant\b)[^\s<]+ to=assistant\b)")
-_CHANNELS = r"(analysis|commentary|final)\b"
+# What else a header may hold besides the name of a function
+_WORDS = re.compile(r"<\|\w+\|>|\b(assistant|analysis|commentary|final|json|code)\b")
+_GLUED = re.compile(r"\W*(commentary|analysis)$")  # to a name
 
 
 class Kind(enum.Enum):
@@ -71,7 +75,7 @@ def function_of(recipient: str | None, functions: Container[str] = ()) -> str | 
     """The function that a recipient names, without its prefix; None when it names none.
 
     A name that the request offers may have any letters. From others the model's additions are cut off, and a namespace
-    that it invents (`tools.NAME`, `functions.functions.NAME`) before a name that is offered.
+    that it invents (`tools.NAME`, `functions.functions.NAME`) before a name that is offered, or a channel behind it.
     """
     if recipient is None:
         return None
@@ -79,9 +83,9 @@ def function_of(recipient: str | None, functions: Container[str] = ()) -> str | 
     if name in functions:
         return name
     name = (re.match(_NAME, name) or [""])[0]
-    last = name.rpartition(".")[2]
-    if name in functions or last in functions:
-        return name if name in functions else last
+    for known in (name, name.rpartition(".")[2], _GLUED.sub("", name)):
+        if known in functions:
+            return known
     return name or None if recipient.startswith(TOOL_PREFIX) else None
 
 
@@ -126,8 +130,11 @@ class TolerantParser(StreamableParser):
 
     A header goes to the strict parser when it is well formed. Otherwise channel and recipient are read out of it as far
     as possible; without either the message is an answer. A message may lack its `<|start|>` and its `<|end|>`: control
-    tokens are no text. One that ends within its header is text of the channel that the header names. A message of
-    another role is dropped.
+    tokens are no text. One that ends within its header is text of the channel that the header names; unless that is
+    `final` or the turn ends there, it is reasoning, because models begin turns with such noise. A message of another
+    role is dropped.
+
+    functions: the names that the request offers; one that stands alone in a header is the recipient.
 
     spelled: tokens of the published vocabulary with the text of a special or added token (`Encoder.spelled`).
 
@@ -141,6 +148,7 @@ class TolerantParser(StreamableParser):
     last_content_delta: str | None = None
     completed = False
     settled = False
+    functions: Container[str] = ()
 
     def __init__(self, encoding: HarmonyEncoding, spelled: Callable[[int], Sequence[int]] | None = None) -> None:
         super().__init__(encoding, role=Role.ASSISTANT)
@@ -186,7 +194,7 @@ class TolerantParser(StreamableParser):
             super().process_eos()
             self.completed = True
         elif self._phase is _Phase.HEADER:
-            self._end_in_header()
+            self._end_in_header(over=True)
         self._phase = _Phase.OVER
         return self
 
@@ -221,7 +229,7 @@ class TolerantParser(StreamableParser):
     def _process_outside(self, token: int) -> None:
         if token in self._message_ends or token == self._start:
             if self._phase is _Phase.HEADER:
-                self._end_in_header()
+                self._end_in_header(over=token in self._turn_ends)
             ended = _Phase.OVER if token in self._turn_ends else _Phase.BETWEEN
             self._phase = _Phase.HEADER if token == self._start else ended
         elif self._phase is _Phase.SKIPPED:
@@ -254,9 +262,12 @@ class TolerantParser(StreamableParser):
         logger.debug("harmony: a message's header is malformed, and read as far as possible: %r", text)
         channels = re.findall(rf"<\|channel\|>\W*{_CHANNELS}", text) or re.findall(rf"\b{_CHANNELS}", text)[:1]
         recipient = re.search(rf"\bto=\s*({_RECIPIENT})", text) or re.search(rf"\b(functions\.{_RECIPIENT})", text)
-        return self._begin_message(channels[-1] if channels else None, recipient and recipient[1], "json" in text)
+        channel, words = channels[-1] if channels else None, _WORDS.sub(" ", text).split()
+        if not recipient and len(words) == 1 and words[0] in self.functions and channel in (None, "commentary"):
+            return self._begin_message(channel, words[0], "json" in text)
+        return self._begin_message(channel, recipient and recipient[1], "json" in text)
 
-    def _end_in_header(self) -> None:
+    def _end_in_header(self, over: bool) -> None:
         """Reads a message that ends before its `<|message|>`: text outside of the header is its content."""
         _, text = self._take_header()
         parts = _PARTS.match(text)
@@ -264,7 +275,10 @@ class TolerantParser(StreamableParser):
         if not content.strip() or _is_cut(text, parts.end()) or _OTHER_ROLE.match(text):
             return
         logger.debug("harmony: a message has no <|message|>: %r", text)
-        if not self._begin_message(parts["channel"], parts["before"] or parts["behind"], bool(parts["json"])):
+        channel, recipient = parts["channel"], parts["before"] or parts["behind"]
+        if not (over or recipient or channel == "final"):
+            channel = "analysis"
+        if not self._begin_message(channel, recipient, bool(parts["json"])):
             return
         for token in (*self._encoding.encode(content, disallowed_special=()), self._end):
             super().process(token)

@@ -176,5 +176,36 @@ TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
         {"tools": [{"type": "function", "function": BASH["function"] | {"name": "fs/read:2"}}]},
         ("", "", [["fs/read:2", "{}"]], "tool_calls"),
     ),
+    "noise before the first message": (
+        "<|channel|>commentary?commentary?<|end|>" + NEXT + THOUGHT + FOUR,
+        {},
+        ("Four.", "?commentary?\nhm", [], "stop"),
+    ),
+    "a thought without a header": ("I hum.<|end|>" + NEXT + THOUGHT + FOUR, {}, ("Four.", "I hum.\nhm", [], "stop")),
+    "a channel that runs into the text": (
+        THOUGHT + NEXT + "<|channel|>final__FOUR__<|return|>",
+        {},
+        ("__FOUR__", "hm", [], "stop"),
+    ),
+    "a name in the place of the channel": (
+        call_to("bash"),
+        {"tools": [BASH]},
+        ("", "", [["bash", "{}"]], "tool_calls"),
+    ),
+    "a name behind the channel": (
+        call_to("commentary bash <|constrain|>json"),
+        {"tools": [BASH]},
+        ("", "", [["bash", "{}"]], "tool_calls"),
+    ),
+    "a name in the place of the role": (
+        THOUGHT + "<|start|>bash" + call_to("commentary"),
+        {"tools": [BASH]},
+        ("", "hm", [["bash", "{}"]], "tool_calls"),
+    ),
+    "a channel behind the name": (
+        call_to("commentary to=functions.bash..commentary json"),
+        {"tools": [BASH]},
+        ("", "", [["bash", "{}"]], "tool_calls"),
+    ),
     "nothing": ("<|return|>", {}, ("", "", [], "stop")),
 }
