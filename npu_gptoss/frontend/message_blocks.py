@@ -10,9 +10,11 @@ from openai_harmony import Message, Role
 
 from npu_gptoss.frontend.tools import UNREADABLE
 from npu_gptoss.harmony.conversation import (
+    Names,
     developer_message,
     expected,
     fields_of,
+    name_of,
     said,
     text_field,
     tool_call,
@@ -77,8 +79,9 @@ def _blocks(content: Any, place: str, warnings: list[str]) -> list[tuple[str, Ma
     return blocks
 
 
-def _turns(role: str, content: Any, place: str, names: dict[str, str], warnings: list[str]) -> list[Message]:
-    """Converts a message to harmony messages. `names` maps the id of each tool_use so far to its function's name."""
+def _turns(role: str, content: Any, place: str, names: Names, warnings: list[str]) -> list[Message]:
+    """Converts a message to harmony messages. `names` has the tool_use blocks so far, and gets those of the message."""
+    own: Names = {}
     blocks = _blocks(content, place, warnings)
     channel = "commentary" if any(block.get("type") == "tool_use" for _, block in blocks) else "final"
     turns: list[Message] = []
@@ -98,11 +101,12 @@ def _turns(role: str, content: Any, place: str, names: dict[str, str], warnings:
             continue
         end_text()
         if kind == "tool_use":
-            turns.append(_call(block, path, names))
+            turns.append(_call(block, path, own))
         elif kind == "tool_result":
             turns.append(_result(block, path, names, warnings))
         elif thought := _field(block, "thinking", path):
             turns.append(said(thought, "analysis"))
+    names |= own
     end_text(always=not turns and all(block.get("type") == "text" for _, block in blocks))
     return turns
 
@@ -125,7 +129,7 @@ def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str]
     return [], ("analysis", thought) if thought else None
 
 
-def _call(block: Mapping[str, Any], path: str, names: dict[str, str]) -> Message:
+def _call(block: Mapping[str, Any], path: str, names: Names) -> Message:
     name, given = text_field(block, "name", path), block.get("input")
     if isinstance(given, Mapping):
         raw = given.get(INVALID_JSON) if len(given) == 1 else None
@@ -134,13 +138,13 @@ def _call(block: Mapping[str, Any], path: str, names: dict[str, str]) -> Message
     if given is not None and not isinstance(given, str):
         raise expected(f"{path}.input", "an object", given)
     if isinstance(block.get("id"), str):
-        names[block["id"]] = name
+        names.setdefault(block["id"], []).append(name)
     return tool_call(name, given or "{}")
 
 
-def _result(block: Mapping[str, Any], path: str, names: Mapping[str, str], warnings: list[str]) -> Message:
+def _result(block: Mapping[str, Any], path: str, names: Names, warnings: list[str]) -> Message:
     given, content = block.get("tool_use_id"), block.get("content")
-    name = names.get(given) if isinstance(given, str) else None
+    name = name_of(names, given) if isinstance(given, str) else None
     if name is None:
         raise expected(f"{path}.tool_use_id", "the id of a tool_use block in an assistant message before it", given)
     blocks = [] if content is None else _blocks(content, f"{path}.content", warnings)

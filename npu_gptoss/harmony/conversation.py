@@ -161,10 +161,13 @@ def join_developer_turns(messages: Iterable[Message]) -> list[Message]:
     return joined
 
 
-def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Message]:
+Names = dict[str, list[str]]  # id of a call -> its function; those of all calls of a message that share an id
+
+
+def chat_message(place: str, message: Any, names: Names) -> list[Message]:
     """The harmony messages of one message of a chat. place: its path in the request, for errors.
 
-    `names` maps the id of each tool call so far to its function's name; an assistant message adds to it.
+    `names` has the tool calls so far; an assistant message adds to it.
     """
     if isinstance(message, Message):
         return [message]
@@ -181,7 +184,7 @@ def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Messag
     if role == "function":  # deprecated: the function's name in the place of the id of its call
         return [tool_result(text_field(fields, "name", place), as_text(content, f"{place}.content"))]
     if role == "tool":
-        name = names.get(str(fields.get("tool_call_id") or ""), fields.get("name"))
+        name = name_of(names, str(fields.get("tool_call_id") or ""), fields.get("name")) or fields.get("name")
         if not isinstance(name, str) or not name:
             raise expected(
                 f"{place}.tool_call_id",
@@ -193,7 +196,13 @@ def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Messag
     raise expected(f"{place}.role", ", ".join(ROLES), role)
 
 
-def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, str]) -> list[Message]:
+def name_of(names: Names, call_id: str, name: Any = None) -> str | None:
+    """The function of a result's call. Calls that share an id have their results in order, or by name."""
+    known = names.get(call_id, [None])
+    return known.pop(known.index(name) if name in known else 0) if len(known) > 1 else known[0]
+
+
+def _assistant_messages(place: str, fields: Mapping[str, Any], names: Names) -> list[Message]:
     content = fields.get("content")
     if content is None:
         content = fields.get("refusal")
@@ -211,10 +220,13 @@ def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, 
         calls.append((f"{place}.function_call", None, deprecated))
     if text or (content is not None and not calls and not thought):
         turns.append(said(text, "commentary" if calls else "final"))
+    own: Names = {}
     for path, call_id, call in calls:
         function = fields_of(call)
-        name = names[str(call_id or "")] = text_field(function, "name", path)
+        name = text_field(function, "name", path)
+        own.setdefault(str(call_id or ""), []).append(name)
         turns.append(tool_call(name, call_arguments(function, path, path.endswith(".custom"))))
+    names |= own
     return turns
 
 

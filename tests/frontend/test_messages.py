@@ -196,6 +196,15 @@ def test_a_malformed_call_comes_back_changed(library, encoder):
     assert '<|message|>{"city":"Pa<|call|>' in prompt_text(library, encoder, sent)
 
 
+def test_calls_that_share_an_id_lose_their_results_to_the_last(library, encoder):
+    """anthropic-sdk-csharp issue 53."""
+    asked = [USER, {"role": "assistant", "content": [PARIS, PARIS | {"name": "now"}]}]
+    asked.append({"role": "user", "content": [RAINS, RAINS | {"content": "noon"}]})
+    text = prompt_text(library, encoder, [*asked, *asked])
+    for written in ("get_weather to=assistant<|channel|>commentary<|message|>rain<", "now to=assistant<|channel|>comm"):
+        assert text.count(written) == 2
+
+
 def test_tools_of_the_conversation_are_not_offered(library, encoder):
     added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool(BASH)}}
     removed = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_weather"}}

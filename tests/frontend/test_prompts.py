@@ -110,6 +110,19 @@ def test_a_result_without_an_id_loses_its_name(prompt, name):
     assert "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>3<|end|>" in text
 
 
+@pytest.mark.parametrize("order", [("now", "get_weather"), ("get_weather", "now")])
+@pytest.mark.parametrize("named", [False, True])
+def test_calls_that_share_an_id_lose_their_results_to_the_last(prompt, order, named):
+    """smolagents issue 2683: gateways send the same id, or an empty one, for each call."""
+    calls = [call(call_id="", name=name)["tool_calls"][0] for name in ("now", "get_weather")]
+    results = [result(f"of {name}", "") | ({"name": name} if named else {}) for name in order]
+    asked = [user(), answer(None, tool_calls=calls), *results]
+    text = prompt(chat.read, messages=[*asked, *asked])
+    for name in order if named else ("now", "get_weather"):
+        written = f"of {name if named else order[name == 'get_weather']}<|end|>"
+        assert text.count(f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{written}") == 2
+
+
 @pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
 def test_a_call_or_its_reasoning_changes_in_the_prompt(prompt, reasoning):
     messages = [user(), call(**{reasoning: "I need it."}), result()]

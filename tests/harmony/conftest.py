@@ -13,7 +13,7 @@ pytest.importorskip("openai_harmony")
 
 import openai_harmony as harmony
 
-from npu_gptoss.harmony.conversation import chat_message
+from npu_gptoss.harmony.conversation import Names, chat_message
 from npu_gptoss.harmony.conversation import conversation as with_system_turn
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
@@ -21,7 +21,7 @@ from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer
 
 
 def conversation(messages: Sequence[Any], tools: Sequence[Any] = ()) -> list[harmony.Message]:
-    names: dict[str, str] = {}
+    names: Names = {}
     turns = [turn for message in messages for turn in chat_message("messages", message, names)]
     return with_system_turn(turns, tools)
 
