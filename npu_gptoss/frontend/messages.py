@@ -16,7 +16,7 @@ from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.message_blocks import conversation
 from npu_gptoss.frontend.message_output import Blocks, line_of
 from npu_gptoss.frontend.message_tools import tools_of
-from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading, unread
 from npu_gptoss.frontend.sample import Facts, Sample
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
 from npu_gptoss.frontend.turn import Turn
@@ -131,6 +131,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
     efforts = EFFORTS | dict(defaults.efforts)
     defaults = replace(defaults, efforts=efforts, effort=defaults.effort if with_reasoning else THINKING_OFF)
     config = mapping(body.get("output_config"), "output_config")
+    warnings += unread(config, "output_config", ("effort", "format"))
     tools = tools_of(body, warnings)
     turns, continued = conversation(body, warnings)
     asked = ask(

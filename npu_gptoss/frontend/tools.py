@@ -23,6 +23,7 @@ HOSTED = {
 }
 # Anthropic's have a date: bash_20250124, web_search_20250305
 _ANTHROPIC = ("bash", "text_editor", "str_replace_editor", "memory", "web_fetch", "code_execution", "advisor")
+OTHER_SCHEMAS = {"input_schema", "inputSchema"}  # of Anthropic's tools and MCP's
 SEPARATOR = "__"
 SEARCH = "tool_search"
 OWN_NAMESPACE = "functions"  # harmony's, in which all functions are: Codex spells it out
@@ -139,12 +140,14 @@ def readable(content: Any, place: str, warnings: list[str]) -> Any:
 
 
 def custom_input(arguments: str) -> str:
-    """Returns a custom tool's input from the model's arguments, which may be the input without its object."""
+    """Returns a custom tool's input from the model's arguments, which may be the input without its object, have line
+    ends in its text, or name it otherwise (`patch`)."""
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments, strict=False)
     except ValueError:
         return arguments
-    value = value.get("input") if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        value = next(iter(value.values())) if len(value) == 1 else value.get("input")
     return value if isinstance(value, str) else arguments
 
 
@@ -216,6 +219,10 @@ def is_hosted(kind: Any) -> bool:
 def _callable(tool: Json, kind: str, place: str, namespace: str | None, about: str) -> Tool:
     path = f"{place}.{kind}" if kind in tool else place  # chat nests it, /v1/responses does not
     inner = mapping(tool.get(kind, tool), path)
+    for other in OTHER_SCHEMAS & inner.keys():
+        raise ConversationError(
+            f"{path}.{other}: expected the schema in parameters, as OpenAI's tools have it.", f"{path}.{other}"
+        )
     name = SEARCH if kind == SEARCH else _name(inner, path)
     description = inner.get("description")
     if description is not None and not isinstance(description, str):

@@ -91,7 +91,8 @@ def ask(port: int, method: str, path: str, **headers: str) -> tuple[int, str]:
 
 
 def test_the_proxy_lets_in_the_clients_routes_only(proxy: int) -> None:
-    for route in ("chat/completions", "completions", "responses", "messages", "messages/count_tokens"):
+    counts = ("responses/input_tokens", "messages/count_tokens")
+    for route in ("chat/completions", "completions", "responses", "messages", *counts):
         assert ask(proxy, "POST", f"/v1/{route}")[0] == 200
     for path in ("/v1/models", "/v1/models/openai/gpt-oss-20b"):
         assert ask(proxy, "GET", path)[0] == 200

@@ -45,6 +45,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ({"messages": [user()], "min_tokens": "few"}, "min_tokens"),
     ({"messages": [user()], "tools": [{"type": "spell", "name": "f"}]}, "tools[0].type"),
     ({"messages": [user()], "tools": {}}, "tools"),
+    ({"messages": [user()], "tools": [{"name": "f", "input_schema": {}}]}, "tools[0].input_schema"),
+    ({"messages": [user()], "tools": [{"type": "function", "function": {"name": "f", "inputSchema": {}}}]},
+     "tools[0].function.inputSchema"),
     (
         {"messages": [user()], "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
         "tools[0].function.parameters",
@@ -134,8 +137,9 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             **{"seed": 1, "mcp_servers": [{}], "context_management": {"edits": []}, "metadata": {}},
             "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "output_config": {"effort": "low", "task_budget": {"type": "tokens", "total": 9}},
         },
-        ["seed", "mcp_servers", "context_management", "thinking.budget_tokens"],
+        ["seed", "mcp_servers", "context_management", "thinking.budget_tokens", "output_config.task_budget"],
     ),
 }
 READ = {

@@ -86,9 +86,12 @@ def test_a_turn_is_read_alike_whole_streamed_and_by_chat(ask, respond, name):
         assert shapes(events[-1]["response"]["output"]) == shapes(whole["output"]), bite
 
 
-def test_a_custom_tool_is_called_as_a_function(respond, prompt):
-    """F1: Codex's apply_patch."""
-    text = call_to("commentary to=functions.apply_patch <|constrain|>json", '{"input":"*** Begin\\n"}')
+@pytest.mark.parametrize(
+    "arguments", ['{"input":"*** Begin\\n"}', '{"input":"*** Begin\n"}', '{"patch":"*** Begin\\n"}', "*** Begin\n"]
+)
+def test_a_custom_tool_is_called_as_a_function(respond, prompt, arguments):
+    """F1: Codex's apply_patch; ds4 issue 745."""
+    text = call_to("commentary to=functions.apply_patch <|constrain|>json", arguments)
     for bite in (1, 3, 100):
         events, _ = respond(text, bite, tools=[PATCH])
         (item,) = built(events)

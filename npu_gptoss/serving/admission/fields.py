@@ -271,6 +271,7 @@ ROUTES: dict[str, Fields] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": RESPONSES,
     "/v1/chat/completions/batch": BATCH,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,

@@ -32,7 +32,8 @@ KEEP_ALIVE = 15.0  # seconds
 WARNING_HEADER = b"x-npu-gptoss-warning"
 INVOCATIONS, TOKENIZE = "/invocations", "/tokenize"
 CHATS, COMPLETIONS = ("/v1/chat/completions", INVOCATIONS), ("/v1/completions", INVOCATIONS)
-RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 
 # Fields of /v1/responses by which vLLM stores and schedules.
 STORED = {
@@ -82,7 +83,7 @@ PLAIN: tuple[tuple[tuple[str, ...], str, str, Callable[[Mapping[str, Any]], Json
     ((RESPONSES,), "", "openai_serving_responses", plain_response),
     ((MESSAGES, COUNT), "", "openai_serving_chat", plain_messages),
 )
-ROUTES = {TOKENIZE}.union(*(routes for routes, *_ in PLAIN))
+ROUTES = {TOKENIZE, INPUT_TOKENS}.union(*(routes for routes, *_ in PLAIN))
 
 
 def plain(route: str, body: Any, state: Any) -> Json | None:
@@ -107,6 +108,7 @@ def check_prompt(body: Mapping[str, Any], limit: int) -> None:
 async def answered(route: str, body: Any, state: Any) -> Any:
     """Returns the JSON or the ErrorResponse of a request that is answered here, without vLLM's routes; else None."""
     from npu_gptoss.serving.openai import chat as chats
+    from npu_gptoss.serving.openai import responses
     from npu_gptoss.serving.openai.errors import refusal
     from npu_gptoss.serving.openai.release import release
 
@@ -115,6 +117,8 @@ async def answered(route: str, body: Any, state: Any) -> Any:
         return None
     if route == TOKENIZE and "messages" in body and not body.get("chat_template"):
         return await chats.tokenize(serving, body)
+    if route == INPUT_TOKENS:
+        return await responses.count(state.openai_serving_responses, body)
     if route in COMPLETIONS and "messages" not in body:
         try:
             check_prompt(body, release().max_model_len(serving))

@@ -17,7 +17,7 @@ from typing import Any
 from npu_gptoss.frontend import responses
 from npu_gptoss.frontend.response_items import Conversation
 from npu_gptoss.serving.openai import intake
-from npu_gptoss.serving.openai.engine import Started, facts_of, start, use
+from npu_gptoss.serving.openai.engine import Started, encoder_of, facts_of, start, use
 from npu_gptoss.serving.openai.errors import (
     failed,
     log_failure,
@@ -66,17 +66,10 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
     body = intake.body_of(raw_request)
     if body is None:
         body = intake.fields_of(request)
-    previous = body.get("previous_response_id")
-    if previous is not None and previous not in self.response_store:
-        return not_found(self, previous, "previous_response_id")
-    if previous is not None and previous not in self.msg_store:
-        status = self.response_store[previous].status
-        return refused(
-            f"previous_response_id: expected a response with an output, got one that is {status}.",
-            "previous_response_id",
-        )
+    if (error := _without_output(self, body.get("previous_response_id"))) is not None:
+        return error
     try:
-        wanted = responses.read(body, release().defaults(self), self.msg_store.get(previous), _finder(self))
+        wanted = _read(self, body)
         if wanted.background and not self.enable_store:
             return refused(NO_BACKGROUND, "background", kind=INVALID)
         intake.warn(raw_request, wanted.asked.warnings)
@@ -93,6 +86,37 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
         return await work.whole()
     except Exception as error:
         return failed("a response failed", error)
+
+
+async def count(self: Any, body: Mapping[str, Any]) -> Any:
+    """Returns the JSON of /v1/responses/input_tokens, or vLLM's ErrorResponse."""
+    if (error := await unknown_model(self, intake.Written(body))) is not None:
+        return error
+    if (error := _without_output(self, body.get("previous_response_id"))) is not None:
+        return error
+    try:
+        tokens = await asyncio.to_thread(_read(self, body).asked.prompt, encoder_of(self))
+    except of_the_request() as error:
+        return refusal(error)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+
+def _read(self: Any, body: Mapping[str, Any]) -> responses.Request:
+    previous = self.msg_store.get(body.get("previous_response_id"))
+    return responses.read(body, release().defaults(self), previous, _finder(self))
+
+
+def _without_output(self: Any, previous: str | None) -> Any:
+    """Returns the error for a previous response that cannot be continued; else None."""
+    if previous is None or previous in self.msg_store:
+        return None
+    if previous not in self.response_store:
+        return not_found(self, previous, "previous_response_id")
+    status = self.response_store[previous].status
+    return refused(
+        f"previous_response_id: expected a response with an output, got one that is {status}.",
+        "previous_response_id",
+    )
 
 
 def _finder(self: Any) -> Callable[[str], Mapping[str, Any] | None]:

@@ -153,6 +153,27 @@ def test_text_is_one_list_of_ids_and_one_text_at_every_entrance(server: Server, 
 def test_token_count_equals_the_prompts_length(server: Server) -> None:
     count = server.post("/v1/messages/count_tokens", {"model": NAME, "messages": [USER]}).json["input_tokens"]
     assert count == server.chat(messages=[USER]).json["usage"]["prompt_tokens"]
+    first = server.respond(ANSWER).json["id"]
+    for fields in ({"input": "hi", "instructions": "Be brief."}, {"input": "hi", "previous_response_id": first}):
+        counted = server.post("/v1/responses/input_tokens", {"model": NAME} | fields)
+        tokens = server.respond(**fields).json["usage"]["input_tokens"]
+        assert counted.json == {"object": "response.input_tokens", "input_tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "status"),
+    [
+        ({"model": "another", "input": "hi"}, "model", 404),
+        ({"input": "hi", "previous_response_id": "resp_none"}, "previous_response_id", 404),
+        ({"input": [{"role": "wizard", "content": "hi"}]}, "input[0].role", 400),
+    ],
+)
+def test_count_of_a_response_that_cannot_be_is_refused(
+    server: Server, fields: dict[str, Any], param: str, status: int
+) -> None:
+    """vllm issue 49533."""
+    answer = server.post("/v1/responses/input_tokens", {"model": NAME} | fields)
+    assert (answer.status, answer.error["param"]) == (status, param)
 
 
 LONG = "-" * (127 * MAX_LEN)  # for which openai-harmony's tokenizer needs hours
