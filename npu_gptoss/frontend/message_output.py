@@ -7,7 +7,6 @@ all of it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +25,11 @@ _TYPES = {
     Kind.REASONING: ("thinking", "thinking_delta", "thinking"),
     Kind.CALL: ("tool_use", "input_json_delta", "partial_json"),
 }
-# In a call's arguments: characters that begin or end a JSON string, and characters that a string must escape
-_MARKS = re.compile(r'\\.|["\x00-\x1f]', re.DOTALL)
 
 
 @dataclass
 class _Block:
-    """A block of an answer. part: the number of the turn's last part in it. quoted: within a string of arguments."""
+    """A block of an answer. part: the number of the turn's last part in it."""
 
     index: int
     kind: Kind
@@ -40,23 +37,6 @@ class _Block:
     name: str = ""
     id: str = ""
     text: str = ""
-    quoted: bool = False
-    held: str = ""  # a backslash whose next character has not come
-
-    def arguments(self, text: str) -> str:
-        """Returns the next text of a call's arguments. Models write line ends into JSON strings and streaming clients
-        fail on them, so they are escaped."""
-        text, self.held = self.held + text, ""
-        if '"' not in text and "\\" not in text and text.isprintable():
-            return text
-
-        def mark(found: re.Match[str]) -> str:
-            self.quoted ^= found[0] == '"'
-            return json.dumps(found[0])[1:-1] if self.quoted and found[0] < " " else found[0]
-
-        if (len(text) - len(text.rstrip("\\"))) % 2:
-            text, self.held = text[:-1], "\\"
-        return _MARKS.sub(mark, text)
 
     def shown(self) -> Json:
         """Returns the block for a whole answer."""
@@ -84,8 +64,7 @@ class _Block:
     def stop(self) -> str:
         signed = {"type": "signature_delta", "signature": SIGNATURE}
         first = line_of("content_block_delta", index=self.index, delta=signed) if self.kind is Kind.REASONING else ""
-        rest = self.delta(self.held) if self.held else ""
-        return first + rest + line_of("content_block_stop", index=self.index)
+        return first + line_of("content_block_stop", index=self.index)
 
 
 def line_of(kind: str, **fields: Any) -> str:
@@ -124,7 +103,7 @@ class Blocks:
                 lines.append(block.start())
             if block.part != part.number:
                 text, block.part = f"\n{text}", part.number
-            if text := block.arguments(text) if kind is Kind.CALL else text:
+            if text:
                 block.text += text
                 lines.append(block.delta(text))
             if event.what == "ended":
@@ -136,9 +115,7 @@ class Blocks:
         block, self._open = self._open, None
         if block is None:
             return []
-        line = block.stop()
-        block.text, block.held = block.text + block.held, ""
-        return [line]
+        return [block.stop()]
 
     def end(self) -> list[str]:
         """Ends the answer. An empty answer gets an empty text: clients read the first block."""

@@ -7,6 +7,8 @@ request's rules for its answer:
 * choice "none": the model must call no tool. A call that it writes nevertheless becomes an answer.
 * choice "required" or "function": if the engine constrains the *answer* to a grammar of calls, the answer is kept until
   its end and becomes calls. If it is not valid (cut off, or no JSON) it stays an answer.
+* a call's arguments keep the model's spelling, except what JSON forbids and models write: line ends in strings, and
+  backslashes before other letters (`\\d`). Clients fail on these.
 * stop strings end the answer. They have no effect in reasoning, headers and arguments, where the same letters mean
   nothing to the client. Text that may be the beginning of a stop string waits.
 """
@@ -119,6 +121,43 @@ def forced_calls(reading: Reading, content: str) -> list[tuple[str, str]]:
         return []
 
 
+# In JSON: pairs with a backslash, characters that begin or end a string, and characters that a string must escape
+_MARKS = re.compile(r'\\.|["\x00-\x1f]', re.DOTALL)
+_ESCAPES = re.compile(r'\\["\\/bfnrtu]')
+
+
+class _Arguments:
+    """Escapes in the strings of a JSON object that comes in pieces what must be escaped. Other texts stay."""
+
+    def __init__(self) -> None:
+        self._is_json: bool | None = None  # None: not begun
+        self._quoted = False
+        self._held = ""  # a backslash whose next character has not come
+
+    def more(self, text: str) -> str:
+        """Returns the text that can be emitted now."""
+        if self._is_json is None and (begun := text.lstrip()):
+            self._is_json = begun.startswith("{")
+        if not self._is_json:
+            return text
+        text = self.rest() + text
+        if '"' not in text and "\\" not in text and text.isprintable():
+            return text
+        if (len(text) - len(text.rstrip("\\"))) % 2:
+            text, self._held = text[:-1], "\\"
+        return _MARKS.sub(self._mark, text)
+
+    def _mark(self, found: re.Match[str]) -> str:
+        self._quoted ^= found[0] == '"'
+        if not self._quoted or found[0] == '"' or _ESCAPES.fullmatch(found[0]):
+            return found[0]
+        return json.dumps(found[0])[1:-1]
+
+    def rest(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
 class _StopStrings:
     """Cuts a text that comes in pieces at the first stop string, and holds back a possible beginning of it."""
 
@@ -158,12 +197,13 @@ class _Open:
     name: str | None
     waits: bool = False  # for its end: it may be a forced call
     stops: _StopStrings | None = None
+    escapes: _Arguments | None = None
     read: list[str] = field(default_factory=list)  # the complete text, if not each text is emitted at once
     part: Part | None = None  # set once a part of it is emitted
 
     @property
     def at_once(self) -> bool:
-        return self.stops is None and not self.waits
+        return self.stops is None and self.escapes is None and not self.waits
 
 
 @dataclass
@@ -271,7 +311,7 @@ class Turn:
             kind, name = Kind.ANSWER, None
         waits = self.reading.forced and kind is Kind.ANSWER and channel != Kind.CALL.value
         stops = _StopStrings(self.reading) if self.reading.stop and kind is Kind.ANSWER else None
-        return _Open(kind, name, waits, stops)
+        return _Open(kind, name, waits, stops, _Arguments() if kind is Kind.CALL else None)
 
     def _read(self, text: str, events: list[Event]) -> None:
         message = self._open
@@ -282,6 +322,10 @@ class Turn:
             return
         message.read.append(text)
         if message.waits:
+            return
+        if message.escapes is not None:
+            if sent := message.escapes.more(text):
+                self._emit(message, sent, events)
             return
         sent, self.stopped = message.stops.more(text, self._tokens > self.reading.min_tokens)
         if sent:
@@ -306,7 +350,8 @@ class Turn:
             self._ended(call, True, events)
         if calls:
             return
-        rest = read if message.waits else message.stops.rest() if message.stops else ""
+        held = message.escapes or message.stops
+        rest = read if message.waits else held.rest() if held else ""
         if message.kind is Kind.CALL and complete and not read.strip():
             rest = "{}"  # a function without parameters: clients read JSON
         if rest:

@@ -20,7 +20,20 @@ from npu_gptoss.frontend.turn import Reading, Turn, forced_calls
 from npu_gptoss.harmony.parser import TolerantParser
 from tests.frontend.apis import answered, gathered
 from tests.frontend.conftest import MESSAGES, Script, run
-from tests.frontend.turns import CALL, FOUR, NAMED, NEXT, PARIS, THOUGHT, TURNS, TWO_CALLS, WEATHER, final
+from tests.frontend.turns import (
+    BASH,
+    CALL,
+    FOUR,
+    NAMED,
+    NEXT,
+    PARIS,
+    THOUGHT,
+    TURNS,
+    TWO_CALLS,
+    WEATHER,
+    call_to,
+    final,
+)
 from tests.harmony.test_parser import Written, tokens_of, well_formed
 
 FINAL = "<|channel|>final<|message|>"
@@ -151,6 +164,22 @@ def test_a_stop_string_is_overlooked_or_cuts_too_much(ask, text, fields, want):
 def test_a_stop_string_cuts_arguments(ask, fields):
     text = CALL if fields is ASKED else final(PARIS[1])
     assert both(ask, text, stop=["Paris"], **fields)[2] == [PARIS]
+
+
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ('{\n "cmd": "a\\"\\\\\n\tb"\n}', '{\n "cmd": "a\\"\\\\\\n\\tb"\n}'),
+        (r'{"cmd": "grep \d C:\Users \u00e9\n"}', r'{"cmd": "grep \\d C:\\Users \u00e9\n"}'),
+        ('{"cmd": "a\\\nb"}', r'{"cmd": "a\\\nb"}'),
+        (' {"cmd": "\\', ' {"cmd": "\\'),
+        ('*** "a\nb\\d"', '*** "a\nb\\d"'),
+    ],
+)
+def test_arguments_are_no_json_by_a_line_end_or_a_backslash(ask, written, sent):
+    """mistral-vibe issues 216 and 615, rikkahub issue 1421."""
+    text = call_to("commentary to=functions.bash <|constrain|>json", written)
+    assert both(ask, text, tools=[BASH])[2] == [["bash", sent]]
 
 
 def test_json_behind_a_call_is_no_second_call(ask):
