@@ -1,9 +1,8 @@
-"""A decode step of the same requests as the step before, as graph replays (vLLM 0.33, second runner).
+"""A decode step of the same requests as the step before, as two replays (vLLM 0.33, second runner).
 
 With few requests the host takes longer than the GPU: vLLM makes each step's inputs anew, with some twenty launches.
 If only the last tokens and the lengths are new, the GPU has all it needs. Here the model's graph is followed by a graph
 that takes the tokens, puts them into vLLM's tables and writes the inputs of the next step. Every other step is vLLM's.
-`steady_drafts` does the same for steps that verify drafts.
 """
 
 from __future__ import annotations
@@ -72,70 +71,62 @@ def _inputs_kernel(
 
 
 class SteadySteps:
-    """The steady steps of one runner, in which each request has `1 + drafts` rows. `graphs`: by number of requests, and
-    whether all of these are greedy; each is vLLM's graph of the model and the graphs behind it."""
-
-    drafts = 0
-    most = MOST
-    kinds: tuple[bool, ...] = (True, False)  # of a number of requests: whether all of these are greedy
+    """The steady steps of one runner. `graphs`: by number of requests, and whether all of these are greedy; each is
+    vLLM's graph of the model and the graph behind it."""
 
     def __init__(self, runner: Any) -> None:
-        device, most = runner.device, min(self.most, runner.max_num_reqs)
+        device, most = runner.device, min(MOST, runner.max_num_reqs)
         self.runner, self.sampler = runner, runner.sampler
-        self.graphs: dict[tuple[int, bool], tuple[Any, list[torch.cuda.CUDAGraph]]] = {}
+        self.graphs: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._requests = torch.zeros(most, dtype=torch.int64, device=device)
+        self._temperatures = torch.zeros(most, dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(most, dtype=torch.int64, device=device)
+        self._rows = torch.arange(most, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._batch: Any = None  # of the step before, which a steady one may follow
-        self._greedy = False
         self._entered = False  # True if that was a steady step
         self._stats: Any = None
         self._output: AsyncModelRunnerOutput | None = None
 
     @classmethod
     def of(cls, runner: Any) -> SteadySteps | None:
-        """Returns None for a runner whose steps have other parts than ours: stages, data ranks, adapters, connectors.
-        Ranks of tensor parallelism are served: all of them get the same steps."""
+        """Returns None for a runner whose steps have other parts than ours: stages, data ranks, drafts, adapters,
+        connectors. Ranks of tensor parallelism are served: all of them get the same steps."""
         config, ranks = runner.vllm_config, runner.vllm_config.parallel_config
         others = (
-            *(config.kv_transfer_config, config.lora_config, runner.pcp_manager),
+            *(config.kv_transfer_config, config.lora_config, runner.speculator, runner.pcp_manager),
             *(runner.batch_sharder, runner.aux_output_connector, runner.ubatch_runner),
         )
         alone = ranks.data_parallel_size == ranks.pipeline_parallel_size == 1 and not runner.check_ep_fault
-        return cls(runner) if alone and all(other is None for other in others) and cls._serves(runner) else None
-
-    @classmethod
-    def _serves(cls, runner: Any) -> bool:
-        """Says whether the runner samples as these steps do."""
-        raise NotImplementedError
-
-    def _recorded(self, model: Any, rows: int, pool: Any) -> list[torch.cuda.CUDAGraph]:
-        """Captures what follows the model's graph; none if this cannot be captured. model: vLLM's descriptor of it."""
-        raise NotImplementedError
-
-    def _write_inputs(self, batch: Any) -> None:
-        """Writes the inputs of a step of the batch, from vLLM's tables."""
-        raise NotImplementedError
-
-    def _takes(self, batch: Any) -> bool:
-        """Says whether a step of these requests may be steady, and notes in `_greedy` of which kind it is."""
-        raise NotImplementedError
-
-    def _tokens_of(self, batch: Any) -> Tokens:
-        raise NotImplementedError
+        plain = alone and type(runner.sampler) is PlainSampler and all(other is None for other in others)
+        return cls(runner) if plain else None
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Call it after vLLM's captures, without requests."""
-        manager, states, each = self.runner.cudagraph_manager, self.runner.req_states, 1 + self.drafts
+        manager, states = self.runner.cudagraph_manager, self.runner.req_states
         pool = torch.cuda.graph_pool_handle()
         with graph_capture(self.runner.device):
             for rows in range(len(self._requests), 0, -1):
-                model = manager.dispatch(rows, rows * each, each, 0, max_query_len=each)
-                for greedy in self.kinds if model.cg_mode == CUDAGraphMode.FULL else ():
-                    self._greedy = greedy
-                    if found := self._recorded(model, rows, pool):
-                        self.graphs[rows, greedy] = model, found
+                model = manager.dispatch(rows, rows, 1, 0, max_query_len=1)
+                if model.cg_mode == CUDAGraphMode.FULL:
+                    for greedy in (True, False):
+                        self.graphs[rows, greedy] = model, self._captured(manager.hidden_states[:rows], pool, greedy)
         for used in (states.num_computed_tokens.gpu, states.total_len.gpu, states.last_sampled_tokens):
             used.zero_()
+
+    def _captured(self, hidden: torch.Tensor, pool: Any, greedy: bool) -> torch.cuda.CUDAGraph:
+        self.sampler.greedy = greedy
+        self._inputs(len(hidden), advance=False)  # compiles, as the next, what is not compiled yet
+        self._end(hidden)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            self._end(hidden)
+        finally:
+            graph.capture_end()
+        return graph
 
     def forget(self) -> None:
         """Before a step of vLLM's."""
@@ -144,18 +135,18 @@ class SteadySteps:
     def remember(self) -> None:
         """After a step of vLLM's, before its tokens are sampled."""
         state = self.runner.execute_model_state
-        if state is None or state.num_spec_tokens_to_schedule != self.drafts:
+        if state is None:
             return
         batch = state.input_batch
-        if batch.num_reqs > len(self._requests) or batch.has_structured_output_reqs or not self._takes(batch):
+        if batch.num_reqs > len(self._requests) or batch.has_structured_output_reqs or not self.sampler.is_plain(batch):
             return
-        model, _ = self.graphs.get((batch.num_reqs, self._greedy), (None, None))
+        model, _ = self.graphs.get((batch.num_reqs, self.sampler.greedy), (None, None))
         if model in self.runner.cudagraph_manager.graphs:  # the canary drops graphs that compute wrong steps
             self._batch, self._stats = batch, state.cudagraph_stats
 
     @torch.inference_mode()
     def step(self, scheduled: Any) -> bool:
-        """Runs the step, and returns True, if it is steady: the requests of the step before each get the next rows.
+        """Runs the step, and returns True, if it is steady: the requests of the step before each get one token.
 
         scheduled: vLLM's SchedulerOutput. `output` then returns the step's tokens.
         """
@@ -167,15 +158,11 @@ class SteadySteps:
         if any(requests.new_block_ids):
             self._append(requests.new_block_ids)
         if not self._entered:
-            self._requests[: batch.num_reqs].copy_(batch.idx_mapping)
-            self._write_inputs(batch)
-            self._entered = True
-        model, (first, *others) = self.graphs[batch.num_reqs, self._greedy]
+            self._enter()
+        model, graph = self.graphs[batch.num_reqs, self.sampler.greedy]
         runner.cudagraph_manager.run_fullgraph(model)
-        first.replay()
-        self._output = self._tokens_of(batch)  # on their way before a drafter runs
-        for graph in others:
-            graph.replay()
+        graph.replay()
+        self._output = Tokens(self._tokens[: batch.num_reqs], batch.req_ids, self._stats)
         return True
 
     def output(self) -> AsyncModelRunnerOutput | None:
@@ -185,13 +172,10 @@ class SteadySteps:
 
     def _goes_on(self, scheduled: Any) -> bool:
         names, requests = self._batch.req_ids, scheduled.scheduled_cached_reqs
-        verified, each = scheduled.scheduled_spec_decode_tokens, 1 + self.drafts
         return (
-            scheduled.total_num_scheduled_tokens == len(names) * each
+            scheduled.total_num_scheduled_tokens == len(names)
             and requests.req_ids == names
             and list(scheduled.num_scheduled_tokens) == names
-            and all(len(verified.get(name, ())) == self.drafts for name in names)
-            and scheduled.num_spec_tokens_to_schedule == self.drafts
             and not (
                 scheduled.scheduled_new_reqs
                 or scheduled.finished_req_ids
@@ -200,74 +184,39 @@ class SteadySteps:
                 or scheduled.new_block_ids_to_zero
                 or scheduled.kv_cache_block_copies
                 or requests.resumed_req_ids
-                or (self.drafts and scheduled.skip_drafts)
             )
         )
 
     def _append(self, new_block_ids: list[Any]) -> None:
         """The requests' new blocks, with vLLM's own functions."""
-        tables = self.runner.block_tables
-        for request, blocks in zip(self._batch.idx_mapping_np.tolist(), new_block_ids, strict=True):
+        batch, tables = self._batch, self.runner.block_tables
+        for request, blocks in zip(batch.idx_mapping_np.tolist(), new_block_ids, strict=True):
             if blocks is not None:
                 tables.append_block_ids(request, blocks, overwrite=False)
         tables.apply_staged_writes()
-        self._entered = False  # the slots are to be found again
-
-
-class PlainSteps(SteadySteps):
-    """The steps of a runner without drafts: two replays."""
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
-        device, most = runner.device, len(self._requests)
-        self._temperatures = torch.zeros(most, dtype=torch.float32, device=device)
-        self._seeds = torch.zeros(most, dtype=torch.int64, device=device)
-        self._rows = torch.arange(most, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(most, 1, dtype=torch.int64, device=device)
-
-    @classmethod
-    def _serves(cls, runner: Any) -> bool:
-        return type(runner.sampler) is PlainSampler and runner.speculator is None
-
-    def _recorded(self, model: Any, rows: int, pool: Any) -> list[torch.cuda.CUDAGraph]:
-        hidden = self.runner.cudagraph_manager.hidden_states[:rows]
-        self.sampler.greedy = self._greedy
-        self._inputs(rows, advance=False)  # compiles, as the next, what is not compiled yet
-        self._end(hidden)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            self._end(hidden)
-        finally:
-            graph.capture_end()
-        return [graph]
-
-    def _takes(self, batch: Any) -> bool:
-        plain = self.sampler.is_plain(batch)
-        self._greedy = self.sampler.greedy
-        return plain
-
-    def _write_inputs(self, batch: Any) -> None:
-        rows, states = batch.num_reqs, self.sampler.sampling_states
-        if not self._greedy:
-            self._temperatures[:rows].copy_(states.temperature.gpu[batch.idx_mapping])
-            self._seeds[:rows].copy_(states.seeds.gpu[batch.idx_mapping])
-        self.runner.block_tables.gather_block_tables(
+        tables.gather_block_tables(
             batch.idx_mapping,
             num_reqs_padded=batch.num_reqs_after_padding,
             num_computed_tokens=self.runner.req_states.num_computed_tokens.gpu,
         )
-        self._inputs(rows, advance=False)
+        self._entered = False  # the slots are to be found again
 
-    def _tokens_of(self, batch: Any) -> Tokens:
-        return Tokens(self._tokens[: batch.num_reqs], None, batch.req_ids, self._stats)
+    def _enter(self) -> None:
+        """Writes the step's inputs, from vLLM's tables."""
+        batch, states = self._batch, self.sampler.sampling_states
+        rows = batch.num_reqs
+        self._requests[:rows].copy_(batch.idx_mapping)
+        if not self.sampler.greedy:
+            self._temperatures[:rows].copy_(states.temperature.gpu[batch.idx_mapping])
+            self._seeds[:rows].copy_(states.seeds.gpu[batch.idx_mapping])
+        self._inputs(rows, advance=False)
+        self._entered = True
 
     def _end(self, hidden: torch.Tensor) -> None:
         """The graph behind the model's. hidden [rows, hidden]."""
         rows = len(hidden)
         drawn = self._temperatures, self._seeds, self._rows[:rows], self.runner.input_buffers.positions[:rows]
-        self._tokens[:rows, 0].copy_(self.sampler.take(hidden, *drawn))
+        self._tokens[:rows].copy_(self.sampler.take(hidden, *drawn))
         self._inputs(rows, advance=True)
 
     def _inputs(self, rows: int, *, advance: bool) -> None:
@@ -287,22 +236,17 @@ class PlainSteps(SteadySteps):
 class Tokens(AsyncModelRunnerOutput):
     """A step's tokens on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor, counts: torch.Tensor | None, names: list[str], stats: Any) -> None:
-        """tokens [rows, most] int64 and counts [rows], how many of a row's are valid (None: all), which the next step
-        overwrites; names: the request of each row."""
+    def __init__(self, tokens: torch.Tensor, names: list[str], stats: Any) -> None:
+        """tokens [rows] int64, which the next step overwrites; names: the request of each row."""
         rows = {name: row for row, name in enumerate(names)}
         self._found = ModelRunnerOutput(req_ids=names, req_id_to_index=rows, cudagraph_stats=stats)
         self._tokens = tokens.to("cpu", non_blocking=True)
-        self._counts = None if counts is None else counts.to("cpu", non_blocking=True)
         self._ready = torch.cuda.Event(blocking=True)
         self._ready.record()
 
     def get_output(self) -> ModelRunnerOutput:
         self._ready.synchronize()
-        found = self._tokens.tolist()
-        if self._counts is not None:
-            found = [row[:count] for row, count in zip(found, self._counts.tolist(), strict=True)]
-        self._found.sampled_token_ids = found
+        self._found.sampled_token_ids = [[token] for token in self._tokens.tolist()]
         return self._found
 
     def get_kv_connector_output(self) -> None:

@@ -63,13 +63,10 @@ MODULES: dict[str, str] = {
     "vllm.v1.outputs": "AsyncModelRunnerOutput ModelRunnerOutput",
     "vllm.v1.worker": "lora_model_runner_mixin",
     "vllm.v1.worker.block_table": "get_block_table_width",
-    "vllm.v1.worker.gpu.input_batch": "InputBatch combine_sampled_and_draft_tokens prepare_pos_seq_lens",
     "vllm.v1.worker.gpu.model_states.default": "DefaultModelState",
     "vllm.v1.worker.gpu.sample.gumbel": "_log1p_neg_stable gumbel_sample murmur3_uniform32",
     "vllm.v1.worker.gpu.sample.output": "SamplerOutput",
     "vllm.v1.worker.gpu.sample.sampler": "Sampler",
-    "vllm.v1.worker.gpu.spec_decode.eagle.speculator": "EagleSpeculator",
-    "vllm.v1.worker.workspace": "use_workspace_lane",
 }
 
 

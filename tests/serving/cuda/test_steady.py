@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from npu_gptoss import dense
 from npu_gptoss.serving.cuda.state import PlainSampler
-from npu_gptoss.serving.cuda.steady import PlainSteps
+from npu_gptoss.serving.cuda.steady import SteadySteps
 from tests.addresses import pointed
 from tests.triton import TRITON_HERE
 
@@ -67,8 +67,8 @@ class Runner:
     pcp_manager = batch_sharder = rejection_sampler = fast_prefill = adaptive_verification = kv_block_zeroer = None
     use_pp, decode_query_len, is_last_pp_rank, device, max_num_reqs = False, 1, True, CPU, REQUESTS
 
-    def __init__(self, *wanted: dict[str, Any], states: RequestState | None = None) -> None:
-        self.req_states = states or RequestState(REQUESTS, LONGEST, LONGEST, 0, VOCABULARY, CPU)
+    def __init__(self, *wanted: dict[str, Any]) -> None:
+        self.req_states = RequestState(REQUESTS, LONGEST, LONGEST, 0, VOCABULARY, CPU)
         self.input_buffers = InputBuffers(REQUESTS, LONGEST, CPU)
         widths = [LONGEST // BLOCK, LONGEST // BLOCK]
         self.block_tables = BlockTables(
@@ -82,7 +82,7 @@ class Runner:
         self.model_state = Having(num_new_sampled_tokens_per_step=1, postprocess_state=lambda *_: None)
         self.cudagraph_manager, self.execute_model_state = self, None
         self.hidden_states = torch.zeros(REQUESTS, HIDDEN).bfloat16()
-        self.computed, self.blocks, self.held_blocks = {}, iter(range(1, 999)), {}
+        self.computed, self.blocks = {}, iter(range(1, 999))
         for index, options in enumerate(wanted):
             self._add(f"r{index}", 4 + index, options)
         self.graphs = {self.graph: None}
@@ -97,8 +97,7 @@ class Runner:
         states.add_request(name, prompt, list(range(10, 10 + prompt)), prompt, LONGEST)
         slot = states.req_id_to_index[name]
         self.sampler.add_request(slot, SamplingParams(**options))
-        self.held_blocks[name] = -(-prompt // BLOCK)
-        self.block_tables.append_block_ids(slot, self._more(self.held_blocks[name]), overwrite=True)
+        self.block_tables.append_block_ids(slot, self._more(-(-prompt // BLOCK)), overwrite=True)
         states.apply_staged_writes()
         self.sampler.apply_staged_writes()
         states.last_sampled_tokens[slot] = 7
@@ -138,9 +137,7 @@ class Runner:
         self.prepare_attn(batch)
         hidden = self.run_fullgraph(self.graph)
         unread = dict.fromkeys(ExecuteModelState._fields)
-        self.execute_model_state = ExecuteModelState(
-            **unread | {"input_batch": batch, "cudagraph_stats": "stats", "num_spec_tokens_to_schedule": 0}
-        )
+        self.execute_model_state = ExecuteModelState(**unread | {"input_batch": batch, "cudagraph_stats": "stats"})
         sampled, *counts = self.sample(hidden, batch, None)
         self.postprocess_sampled(batch.idx_mapping, sampled.sampled_token_ids, *counts, batch.query_start_loc)
         return self._moved(sampled.sampled_token_ids.view(-1).tolist())
@@ -162,10 +159,10 @@ class Runner:
         }
 
 
-def steady(runner: Runner) -> PlainSteps:
-    found, rows = PlainSteps(runner), len(runner.computed)
+def steady(runner: Runner) -> SteadySteps:
+    found, rows = SteadySteps(runner), len(runner.computed)
     ending = Having(replay=lambda: found._end(runner.hidden_states[:rows]))
-    found.graphs = {(rows, greedy): (runner.graph, [ending]) for greedy in (True, False)}
+    found.graphs = {(rows, greedy): (runner.graph, ending) for greedy in (True, False)}
     return found
 
 
@@ -252,13 +249,13 @@ def test_a_step_with_anything_new_is_vllms(changes):
     ],
 )
 def test_requests_that_want_more_than_tokens_get_no_steady_step(wanted, monkeypatch):
-    monkeypatch.setattr(PlainSteps, "most", REQUESTS - 2)
+    monkeypatch.setattr("npu_gptoss.serving.cuda.steady.MOST", REQUESTS - 2)
     runner = Runner(*wanted)
     steps = steady(runner)
     runner.sampler.is_plain(Having(num_reqs=1, num_tokens=2, has_prefill=False))
     state, _ = runner.gather_batch_req_state(runner.scheduled(), dummy_run=False)
     batch = runner.prepare_inputs(runner.scheduled(), state, runner.graph, 0)
-    runner.execute_model_state = Having(input_batch=batch, cudagraph_stats=None, num_spec_tokens_to_schedule=0)
+    runner.execute_model_state = Having(input_batch=batch, cudagraph_stats=None)
     steps.remember()
     assert not steps.step(runner.scheduled())
 
@@ -305,5 +302,5 @@ OTHERS = dict.fromkeys(PARTS, object()) | {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_runner_with_other_parts_has_no_steady_steps(name):
-    assert PlainSteps.of(served()) is not None
-    assert PlainSteps.of(served(**{name: OTHERS[name]})) is None
+    assert SteadySteps.of(served()) is not None
+    assert SteadySteps.of(served(**{name: OTHERS[name]})) is None

@@ -1,4 +1,4 @@
-"""Runs steps that go on with the same requests as replays (`serving/cuda/steady.py`; vLLM 0.33, V2 runner)."""
+"""Runs steps that go on with the same requests as two replays (`serving/cuda/steady.py`; vLLM 0.33, V2 runner)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def install_steady(module: ModuleType) -> None:
 
     @around(runner, "capture_model")
     def capture_model(original: Original, self: Any, *, profile_only: bool = False) -> int:
-        from npu_gptoss.serving.cuda.steady import PlainSteps
-        from npu_gptoss.serving.cuda.steady_drafts import DraftSteps
+        from npu_gptoss.serving.cuda.steady import SteadySteps
 
         size = original(self, profile_only=profile_only)
-        steady = None if profile_only else PlainSteps.of(self) or DraftSteps.of(self)
+        steady = None if profile_only else SteadySteps.of(self)
         if steady is not None:
             steady.capture()
             setattr(self, STEADY, steady)
