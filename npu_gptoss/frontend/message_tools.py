@@ -43,7 +43,7 @@ def _function(tool: Any, place: str, warnings: list[str]) -> Any:
         if not isinstance(schema, Mapping):
             raise expected(f"{place}.input_schema", "a JSON schema", schema)
         own = {name: tool.get(name) for name in ("name", "description", "strict")}
-        return {"type": "function", **own, "parameters": {"type": "object"} | dict(schema)}
+        return {"type": "function", **own, "parameters": schema}
     if is_hosted(kind) or (isinstance(kind, str) and _OWN.fullmatch(kind)):
         name = tool.get("name") or tool.get("mcp_server_name")
         named = f" ({name:.80})" if isinstance(name, str) else ""

@@ -46,12 +46,12 @@ class Sample:
             if turn.kind is Kind.ANSWER:
                 self.answer.append(number)
             if turn.stopped is not None:
-                self.finish, self.stop_reason = "stop", turn.stopped
-                return events
+                break
         if piece.finish is not None:
             events += turn.end(piece.finish)
-            self.finish = piece.finish
-            self.stop_reason = turn.stopped if turn.stopped is not None else piece.stop_reason
+            self.finish, self.stop_reason = piece.finish, piece.stop_reason
+        if turn.stopped is not None:
+            self.finish, self.stop_reason = "stop", turn.stopped
         return events
 
     @property

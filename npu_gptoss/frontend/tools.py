@@ -233,7 +233,8 @@ def _callable(tool: Json, kind: str, place: str, namespace: str | None, about: s
     own |= {"namespace": namespace, "description": description}
     if kind != "custom":
         parameters = inner.get("parameters")
-        mapping(parameters, f"{path}.parameters", "a JSON schema")
+        if mapping(parameters, f"{path}.parameters", "a JSON schema"):
+            parameters = {"type": "object", **parameters}  # so that a grammar holds a call to it
         return Tool(**own, kind=kind, parameters=parameters, strict=inner.get("strict") or None)  # type: ignore[arg-type]
     form = _format(inner.get("format"), f"{path}.format")
     if form:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("openai_harmony")
 
 from npu_gptoss.frontend import chat, messages
+from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.encoding import ContextError
 from tests.frontend.apis import APIS, message_of, of_chat, of_message, tool
 from tests.frontend.conftest import MESSAGES, Script, run
@@ -205,12 +206,23 @@ def test_calls_that_share_an_id_lose_their_results_to_the_last(library, encoder)
         assert text.count(written) == 2
 
 
+def test_a_strict_tool_is_not_enforced():
+    asked = messages.read({"messages": [USER], "max_tokens": 9, "tools": [tool(BASH) | {"strict": True}]}).asked
+    assert asked.tools.functions[0]["function"]["strict"] is True
+
+
 def test_tools_of_the_conversation_are_not_offered(library, encoder):
     added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool(BASH)}}
     removed = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_weather"}}
     sent = [USER, {"role": "system", "content": [added, removed]}, USER]
     got = prompt_text(library, encoder, sent, tools=[tool(WEATHER)])
     assert ("type bash" in got, "get_weather" in got) == (True, False)
+    added["tool"]["definition"] = tool(WEATHER) | {"description": "Another."}
+    got = prompt_text(library, encoder, [USER, {"role": "system", "content": [added]}, USER], tools=[tool(WEATHER)])
+    assert ("Another." in got, got.count("type get_weather")) == (True, 1)
+    removed["tool"]["name"] = "no_such_tool"
+    with pytest.raises(ConversationError, match=r"messages\[0\]\.content\[0\]\.tool\.name"):
+        prompt_text(library, encoder, [{"role": "system", "content": [removed]}, USER], tools=[tool(WEATHER)])
 
 
 def test_a_deferred_tool_is_shown_before_it_is_found(library, encoder):

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("openai_harmony")
 
 from npu_gptoss.engine.chat import Chats
-from npu_gptoss.frontend import chat, responses
+from npu_gptoss.frontend import chat, messages, responses
 from npu_gptoss.frontend.request import Defaults
 from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.encoding import ContextError
@@ -108,6 +108,14 @@ def test_a_question_is_not_rendered_as_harmony_has_it(prompt, library, encoder):
 def test_a_result_without_an_id_loses_its_name(prompt, name):
     text = prompt(chat.read, messages=[user(), {"role": "tool", "name": name, "content": "3"}])
     assert "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>3<|end|>" in text
+
+
+def test_reasoning_that_the_model_is_to_continue_becomes_an_answer(prompt):
+    begun = [user("Hello"), answer(None, reasoning="I hum")]
+    text = prompt(chat.read, messages=begun, continue_final_message=True)
+    assert text.endswith(f"{HELLO}{ASSISTANT}<|channel|>analysis<|message|>I hum")
+    begun[1] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "I hum"}]}
+    assert prompt(messages.read, messages=begun, max_tokens=9) == text
 
 
 @pytest.mark.parametrize("order", [("now", "get_weather"), ("get_weather", "now")])

@@ -45,6 +45,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ({"messages": [user()], "min_tokens": "few"}, "min_tokens"),
     ({"messages": [user()], "tools": [{"type": "spell", "name": "f"}]}, "tools[0].type"),
     ({"messages": [user()], "tools": {}}, "tools"),
+    ({"chat_template_kwargs": {"builtin_tools": ["python"]}}, "chat_template_kwargs.builtin_tools"),
     ({"messages": [user()], "tools": [{"name": "f", "input_schema": {}}]}, "tools[0].input_schema"),
     ({"messages": [user()], "tools": [{"type": "function", "function": {"name": "f", "inputSchema": {}}}]},
      "tools[0].function.inputSchema"),
@@ -164,6 +165,19 @@ def test_field_is_ignored_in_silence(api):
     assert [warning.partition(" ")[0] for warning in read(body | fields).asked.warnings] == named
 
 
+DEFAULTS = {
+    "chat": {"documents": [], "store": False, "verbosity": None, "reasoning": {"summary": None}},
+    "responses": {"conversation": None, "context_management": [], "text": {"verbosity": None}},
+    "messages": {"mcp_servers": [], "context_management": None, "output_config": {"task_budget": None}},
+}
+
+
+@pytest.mark.parametrize("api", READ)
+def test_empty_value_of_a_field_is_refused_or_warned_about(api):
+    read, body = READ[api]
+    assert read(body | DEFAULTS[api]).asked.warnings == ()
+
+
 @pytest.mark.parametrize("api", READ)
 def test_flag_or_number_that_is_a_text_is_misread(api):
     read, body = READ[api]
@@ -172,3 +186,7 @@ def test_flag_or_number_that_is_a_text_is_misread(api):
     if api != "messages":  # which has no such fields
         rules = asked.asked.reading
         assert (rules.min_tokens, rules.parallel, rules.with_reasoning) == (3, False, False)
+    if api == "chat":
+        flags = {"continue_final_message": "false", "echo": "false", "add_generation_prompt": "true"}
+        asked = read({"messages": [USER, {"role": "assistant", "content": "x"}]} | flags)
+        assert (asked.asked.continued, asked.echo) == (None, "")

@@ -46,6 +46,11 @@ def test_references_of_a_tool_are_looked_up_in_the_list_of_calls() -> None:
     assert not fits(schema, "h", {"in": [{}]})
 
 
+def test_a_forced_call_of_a_schema_without_type_may_be_no_object() -> None:
+    asked = read(tool("f", {"properties": {"a": WORD}}), tool_choice="required")
+    assert not fits(asked.structure.fields["json"], "f", "x")
+
+
 def test_a_client_that_takes_one_call_is_not_forced_to_read_two() -> None:
     call = {"name": "f", "parameters": {}}
     for parallel in (True, False):

@@ -160,9 +160,10 @@ def test_a_stop_string_is_overlooked_or_cuts_too_much(ask, text, fields, want):
     assert both(ask, THOUGHT + NEXT + FINAL + text, finish="stop", **fields) == (want, "hm", [], "stop")
 
 
+@pytest.mark.parametrize("before", ["", PREAMBLE.replace("look", "look at Paris")])
 @pytest.mark.parametrize("fields", [ASKED, ASKED | {"tool_choice": NAMED}])
-def test_a_stop_string_cuts_arguments(ask, fields):
-    text = CALL if fields is ASKED else final(PARIS[1])
+def test_a_stop_string_cuts_arguments(ask, fields, before):
+    text = CALL if fields is ASKED else before + final(PARIS[1])
     assert both(ask, text, stop=["Paris"], **fields)[2] == [PARIS]
 
 
@@ -180,6 +181,12 @@ def test_arguments_are_no_json_by_a_line_end_or_a_backslash(ask, written, sent):
     """mistral-vibe issues 216 and 615, rikkahub issue 1421."""
     text = call_to("commentary to=functions.bash <|constrain|>json", written)
     assert both(ask, text, tools=[BASH])[2] == [["bash", sent]]
+
+
+def test_reasoning_that_goes_on_from_the_prompt_is_an_answer(ask):
+    begun = [*MESSAGES, {"role": "assistant", "reasoning": "I hum"}]
+    fields = {"messages": begun, "continue_final_message": True}
+    assert both(ask, " more.<|end|>" + FOUR, **fields) == ("Four.", " more.", [], "stop")
 
 
 def test_json_behind_a_call_is_no_second_call(ask):
