@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from npu_gptoss.serving import logger
+from npu_gptoss.serving.canary import agreed
 from npu_gptoss.serving.cuda.state import PlainSampler
 from npu_gptoss.serving.releases.vllm import (
     AsyncModelRunnerOutput,
@@ -78,8 +80,8 @@ class SteadySteps:
         device, most = runner.device, min(MOST, runner.max_num_reqs)
         self.runner, self.sampler = runner, runner.sampler
         self.graphs: dict[tuple[int, bool], tuple[Any, Any]] = {}
-        self._requests = torch.zeros(most, dtype=torch.int64, device=device)
-        self._temperatures = torch.zeros(most, dtype=torch.float32, device=device)
+        self._requests = torch.arange(most, dtype=torch.int64, device=device)
+        self._temperatures = torch.ones(most, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(most, dtype=torch.int64, device=device)
         self._rows = torch.arange(most, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
@@ -103,17 +105,21 @@ class SteadySteps:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Call it after vLLM's captures, without requests."""
-        manager, states = self.runner.cudagraph_manager, self.runner.req_states
-        pool = torch.cuda.graph_pool_handle()
+        """Call it after vLLM's captures, without requests. Drops graphs that do something else than the launches."""
+        manager, pool = self.runner.cudagraph_manager, torch.cuda.graph_pool_handle()
         with graph_capture(self.runner.device):
             for rows in range(len(self._requests), 0, -1):
                 model = manager.dispatch(rows, rows, 1, 0, max_query_len=1)
                 if model.cg_mode == CUDAGraphMode.FULL:
                     for greedy in (True, False):
                         self.graphs[rows, greedy] = model, self._captured(manager.hidden_states[:rows], pool, greedy)
-        for used in (states.num_computed_tokens.gpu, states.total_len.gpu, states.last_sampled_tokens):
-            used.zero_()
+        right = [self._is_right(key) for key in self.graphs]
+        together = agreed([int(one) for one in right], torch.distributed.ReduceOp.MIN)
+        for (rows, greedy), is_right in zip(list(self.graphs), together, strict=True):
+            if not is_right:
+                del self.graphs[rows, greedy]
+                logger.warning("npu-gptoss: a graph for steady steps of %d requests is wrong and not used.", rows)
+        self._clear()
 
     def _captured(self, hidden: torch.Tensor, pool: Any, greedy: bool) -> torch.cuda.CUDAGraph:
         self.sampler.greedy = greedy
@@ -127,6 +133,29 @@ class SteadySteps:
         finally:
             graph.capture_end()
         return graph
+
+    def _is_right(self, key: tuple[int, bool]) -> bool:
+        """Says whether a replay leaves behind what the launches do: tokens, tables, and the next step's inputs."""
+        rows, self.sampler.greedy = key
+        hidden = self.runner.cudagraph_manager.hidden_states[:rows]
+        hidden.copy_(torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden))
+        states, buffers, tables = self.runner.req_states, self.runner.input_buffers, self.runner.block_tables
+        found = []
+        for run in (lambda: self._end(hidden), self.graphs[key][1].replay):
+            self._clear()
+            self._inputs(rows, advance=False)
+            run()
+            written = (
+                *(self._tokens, states.num_computed_tokens.gpu, states.total_len.gpu, states.last_sampled_tokens),
+                *(buffers.input_ids, buffers.positions, buffers.seq_lens, tables.slot_mappings.T),
+            )
+            found.append([each[:rows].clone() for each in written])
+        return all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+    def _clear(self) -> None:
+        states = self.runner.req_states
+        for used in (self._tokens, states.num_computed_tokens.gpu, states.total_len.gpu, states.last_sampled_tokens):
+            used.zero_()
 
     def forget(self) -> None:
         """Before a step of vLLM's."""
@@ -206,18 +235,20 @@ class SteadySteps:
         batch, states = self._batch, self.sampler.sampling_states
         rows = batch.num_reqs
         self._requests[:rows].copy_(batch.idx_mapping)
-        if not self.sampler.greedy:
-            self._temperatures[:rows].copy_(states.temperature.gpu[batch.idx_mapping])
-            self._seeds[:rows].copy_(states.seeds.gpu[batch.idx_mapping])
+        # greedy ones too: without a shortlist, as on several ranks, they are picked by temperature
+        self._temperatures[:rows].copy_(states.temperature.gpu[batch.idx_mapping])
+        self._seeds[:rows].copy_(states.seeds.gpu[batch.idx_mapping])
         self._inputs(rows, advance=False)
         self._entered = True
 
     def _end(self, hidden: torch.Tensor) -> None:
         """The graph behind the model's. hidden [rows, hidden]."""
         rows = len(hidden)
-        drawn = self._temperatures, self._seeds, self._rows[:rows], self.runner.input_buffers.positions[:rows]
-        self._tokens[:rows].copy_(self.sampler.take(hidden, *drawn))
+        self._tokens[:rows].copy_(self.sampler.take(hidden, *self._drawn(rows)))
         self._inputs(rows, advance=True)
+
+    def _drawn(self, rows: int) -> tuple[torch.Tensor, ...]:
+        return self._temperatures, self._seeds, self._rows[:rows], self.runner.input_buffers.positions[:rows]
 
     def _inputs(self, rows: int, *, advance: bool) -> None:
         states, buffers, tables = self.runner.req_states, self.runner.input_buffers, self.runner.block_tables

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace as Having
 from typing import Any
@@ -203,6 +205,55 @@ def test_a_request_may_reach_the_end_of_its_table():
         assert steps.step(runner.scheduled())
         runner._moved([])
     assert runner.req_states.num_computed_tokens.gpu.max() == LONGEST
+
+
+def stale(steps: SteadySteps, hidden: torch.Tensor) -> Any:
+    """A graph that takes the tokens that it took at its capture."""
+    steps._end(hidden)
+    tokens = steps._tokens.clone()
+
+    def replay() -> None:
+        steps._tokens.copy_(tokens)
+        steps._inputs(len(hidden), advance=True)
+
+    return Having(replay=replay)
+
+
+WRONG: dict[str, Any] = {
+    "nothing": lambda steps, hidden: Having(replay=lambda: None),
+    "the tokens of its capture": stale,
+    "no inputs of a next step": lambda steps, hidden: Having(
+        replay=lambda: steps._tokens[: len(hidden)].copy_(steps.sampler.take(hidden, *steps._drawn(len(hidden))))
+    ),
+}
+
+
+@TRITON_HERE
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_graph_that_does_something_else_is_dropped_at_the_start(wrong, monkeypatch, caplog):
+    runner = Runner(GREEDY)
+    steps, broken = SteadySteps(runner), (2, False)
+    runner.dispatch = lambda rows, *_, **__: BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, rows, 1)
+
+    def captured(hidden: torch.Tensor, pool: Any, greedy: bool) -> Any:
+        if (len(hidden), greedy) == broken:
+            return wrong(steps, hidden)
+        return Having(replay=lambda: steps._end(hidden))
+
+    monkeypatch.setattr("npu_gptoss.serving.cuda.steady.MOST", 3)
+    monkeypatch.setattr("npu_gptoss.serving.cuda.steady.graph_capture", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("npu_gptoss.serving.cuda.steady.agreed", lambda values, operation: values)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    steps = SteadySteps(runner)
+    monkeypatch.setattr(steps, "_captured", captured)
+    runner.hidden_states.copy_(torch.randn(runner.hidden_states.shape))
+    steps.capture()
+    assert sorted(steps.graphs) == [key for key in itertools.product((1, 2, 3), (False, True)) if key != broken]
+    (warned,) = [record for record in caplog.records if "is wrong and not used" in record.message]
+    assert "of 2 requests" in warned.message
+    states = runner.req_states
+    for used in (states.num_computed_tokens.gpu, states.total_len.gpu, states.last_sampled_tokens):
+        assert not used.any()
 
 
 CHANGES: dict[str, dict[str, Any]] = {
