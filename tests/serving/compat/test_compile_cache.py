@@ -21,6 +21,9 @@ def manager() -> Any:
             self.cache_file_path = os.path.join(cache_dir, "vllm_compile_cache.py")  # noqa: PTH118
             if prefix == "broken":
                 raise ValueError("another reason")
+            if prefix == "raced" and Path(self.cache_file_path).exists():
+                Path(self.cache_file_path).unlink()
+                raise SyntaxError("cut")
             if Path(self.cache_file_path).exists():
                 with Path(self.cache_file_path).open() as f:
                     self.cache = dict(ast.literal_eval(f.read()))
@@ -42,6 +45,12 @@ def test_cut_list_of_compiled_graphs_ends_each_start(tmp_path: Path, manager: An
     assert manager.cache == {}
     with pytest.raises(ValueError, match="another reason"):
         manager.initialize_cache(str(tmp_path), prefix="broken")
+
+
+def test_a_second_server_that_removes_the_cut_list_ends_this_start(tmp_path: Path, manager: Any) -> None:
+    (tmp_path / compile_cache.FILE).write_text("{")
+    manager.initialize_cache(str(tmp_path), prefix="raced")
+    assert manager.cache == {}
 
 
 def test_cut_graph_ends_each_start(tmp_path: Path, manager: Any) -> None:

@@ -41,6 +41,43 @@ def test_a_woken_cache_holds_what_memory_held(monkeypatch, tags, zero):
     assert all(bool((cache == 0).all()) is zero for cache in CACHES)
 
 
+class EngineCore:
+    """An engine that is half awake."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.model_executor = SimpleNamespace(is_sleeping=True, wake_up=lambda tags: None)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.model_executor.wake_up(tags)
+        self.resume_scheduler()
+
+    def resume_scheduler(self) -> None:
+        self.did.append("resumes")
+
+
+class DPEngineCoreProc(EngineCore):
+    def resume_scheduler(self) -> None:
+        super().resume_scheduler()
+        self.did.append("listens to waves")
+
+
+@pytest.mark.parametrize("kind", [EngineCore, DPEngineCoreProc])
+def test_half_a_wake_up_lets_the_engine_go_on(kind, monkeypatch):
+    """If a wave began before the other half, a data parallel engine stayed paused: requests waited for ever."""
+    module = ModuleType("core")
+    module.EngineCore, module.DPEngineCoreProc = EngineCore, DPEngineCoreProc
+    for core in (EngineCore, DPEngineCoreProc):
+        monkeypatch.setattr(core, "resume_scheduler", core.resume_scheduler)
+    sleep.install_wake_up(module)
+    engine = kind()
+    engine.wake_up(["weights"])
+    assert engine.did == []
+    engine.model_executor.is_sleeping = False
+    engine.wake_up(["kv_cache"])
+    assert engine.did == ["resumes", "listens to waves"][: 1 + (kind is DPEngineCoreProc)]
+
+
 @pytest.mark.parametrize(
     ("variable", "option", "wakes"),
     [(None, None, False), ("1", None, False), ("0", None, True), (None, 0, True), ("0", 1, False)],

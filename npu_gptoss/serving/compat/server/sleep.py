@@ -67,17 +67,20 @@ def install_engine(module: ModuleType) -> None:
         return original(self, level, *more, **named)
 
 
-@repair("wake-up", f"{CORE}:EngineCore.resume_scheduler", releases="0.23", until="0.33")
+@repair(
+    "wake-up", f"{CORE}:EngineCore.resume_scheduler DPEngineCoreProc.resume_scheduler", releases="0.23", until="0.33"
+)
 def install_wake_up(module: ModuleType) -> None:
     """/wake_up?tags=weights, another tag, and /resume let an engine whose cache still sleeps go on: the next step ends
-    it."""
-    core = module.EngineCore
-    expect_source(core.wake_up, "self.model_executor.wake_up(tags)", "self.resume_scheduler()")
+    it. Data parallel ones take requests for the begin of a wave, and stay paused when all is awake."""
+    expect_source(module.EngineCore.wake_up, "self.model_executor.wake_up(tags)", "self.resume_scheduler()")
 
-    @around(core, "resume_scheduler")
     def resume_scheduler(original: Original, self: Any) -> None:
         if not self.model_executor.is_sleeping:
             original(self)
+
+    for core in (module.EngineCore, module.DPEngineCoreProc):
+        around(core, "resume_scheduler")(resume_scheduler)
 
 
 @repair("wake-up-cache", f"{ASCEND}.worker:NPUWorker.wake_up", releases="0.23", until="vllm-ascend zeroes it")

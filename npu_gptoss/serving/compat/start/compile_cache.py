@@ -30,10 +30,9 @@ def install(module: ModuleType) -> None:
             original(self, cache_dir, *more, **named)
         except Exception as error:
             file = Path(cache_dir, FILE)
-            if not file.exists():
-                raise
-            logger.warning("%s cannot be read (%s): graphs are compiled again.", file, error)
-            file.unlink()
+            if file.exists():  # another server that starts now may have removed it
+                logger.warning("%s cannot be read (%s): graphs are compiled again.", file, error)
+                file.unlink(missing_ok=True)
             original(self, cache_dir, *more, **named)
 
     @around(manager, "load")
