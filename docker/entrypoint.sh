@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Entry point of the images.
-#   serve [OPTIONS]     starts the server; on a 910B OPTIONS are of scripts/serve.sh, on a CPU of scripts/serve_here.py
+#   [serve] [OPTIONS]   starts the server; on a 910B OPTIONS are of scripts/serve.sh, on a CPU of scripts/serve_here.py
 #   doctor, kernels …   run as commands of npu-gptoss: every word that is no program
 #   PROGRAM …           runs as it is
 # The server listens on HOST (127.0.0.1, which only the container reaches) and PORT (8000).
@@ -15,14 +15,18 @@ for file in "$ascend/ascend-toolkit/set_env.sh" "$ascend/nnal/atb/set_env.sh"; d
     [ ! -f "$file" ] || . "$file"
 done
 
-if [ "${1:-serve}" != serve ]; then
+case ${1:-} in
+serve) shift ;;
+--help | --version) exec npu-gptoss "$@" ;;
+'' | --*) ;; # as vLLM's own image takes them
+*)
     if command -v -- "$1" >/dev/null; then
         exec "$@"
     fi
     exec npu-gptoss "$@"
-fi
+    ;;
+esac
 
-shift || true
 if [ "${NPU_GPTOSS_PLATFORM:-}" = cpu ]; then
     # the container's log shows the server's; exec keeps the process id
     log=$(mktemp -t serve.XXXXXX)

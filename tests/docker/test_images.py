@@ -194,6 +194,12 @@ def test_cpu_entry_point_starts_serve_here(image_folder: Path) -> None:
     assert re.fullmatch(rf"{called} --host 127\.0\.0\.1 --port 8000 --model /m\n", said)
 
 
+def test_options_without_the_word_serve_are_no_command_of_ours(image_folder: Path) -> None:
+    said = start(image_folder, "--model", "/a b", NPU_GPTOSS_PLATFORM="cpu").stdout
+    assert said.endswith("--port 8000 --model /a b\n")
+    assert start(image_folder, "--version").stdout == "npu-gptoss --version\n"
+
+
 def test_entry_point_runs_programs_and_our_commands(image_folder: Path) -> None:
     assert start(image_folder, "doctor", "--json").stdout == "npu-gptoss doctor --json\n"
     assert start(image_folder, "program", "a b").stdout == "program a b\n"
