@@ -64,6 +64,15 @@ def test_top_p_counts_the_tokens_that_top_k_left() -> None:
     assert draw_many(100, top_p=0.5)[1] < 1
 
 
+def test_a_tiny_temperature_is_greedy_and_makes_no_infinity_of_a_logit() -> None:
+    params = [SamplingParams(temperature=1e-37)]
+    assert [choose(torch.tensor([[300.0, 500.0, 400.0]]), params, [draw]).item() for draw in (0.0, 0.99)] == [1, 1]
+
+
+def test_a_seed_and_a_number_that_read_alike_draw_apart() -> None:
+    assert uniform(1, 11) != uniform(11, 1)
+
+
 def test_temperature_zero_is_the_most_likely_token_whatever_the_draw() -> None:
     assert choose(LOGITS[None].expand(3, -1), [SamplingParams()] * 3, [0.0, 0.5, 0.99]).tolist() == [1, 1, 1]
 
