@@ -33,9 +33,9 @@ class Question:
     """options: of vLLM's LLM. spoil: the field of a step that each graph reads at its address of the capture.
     padding: GARBAGE, or a mistake of the model with it.
 
-    others: other weights, that `Answer` is about. invariant: in vLLM's batch-invariant mode. bits: also asks for
-    logprobs. drawn: at temperature 1 with a seed for each prompt, and each answer is shorter than the one before.
-    skipped: names of repairs.
+    others: other weights, that `Answer` is about. environment: variables. bits: also asks for logprobs.
+    drawn: at temperature 1 with a seed for each prompt, and each answer is shorter than the one before. drawn_before:
+    all prompts are asked so first; these answers do not count.
     drafters: all prompts are asked with each of them. Scripts follow the tokens of vLLM's OWN, which comes first.
     """
 
@@ -47,11 +47,11 @@ class Question:
     spoil: str | None = None
     padding: str | None = None
     drafters: list[str] = field(default_factory=list)
-    invariant: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
     bits: bool = False
     others: tuple[str, str] | None = None  # STARTED, RELOADED, SLEPT or SENT, and the checkpoint
     drawn: bool = False
-    skipped: str = ""
+    drawn_before: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Answer:
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counted events are in this process
     question = Question(**json.load(sys.stdin))
-    os.environ["VLLM_BATCH_INVARIANT"] = str(int(question.invariant))
-    os.environ["NPU_GPTOSS_SKIP_PATCHES"] = question.skipped
+    os.environ.update(question.environment)
     from vllm import LLM, SamplingParams
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
@@ -114,12 +113,12 @@ def main() -> None:
 
     logprobs: list[list[float]] = []
 
-    def asked(more: int = 0) -> list[list[int]]:
+    def asked(more: int = 0, drawn: bool = question.drawn) -> list[list[int]]:
         length = question.max_tokens + more
         wanted = {"ignore_eos": True, "detokenize": False} | ({"logprobs": 0} if question.bits else {})
         sampling = [
             SamplingParams(temperature=1, seed=index, max_tokens=length - 4 * index, **wanted)
-            if question.drawn
+            if drawn
             else SamplingParams(temperature=0, max_tokens=length, **wanted)
             for index in range(len(question.prompts))
         ]
@@ -145,6 +144,9 @@ def main() -> None:
     if way and way != STARTED:
         asked()
         renew(llm, way, other)
+        seen.clear()
+    if question.drawn_before:
+        asked(drawn=True)
         seen.clear()
     for _ in range(0 if drafted else question.times):
         tokens = asked()

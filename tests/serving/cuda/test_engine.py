@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from npu_gptoss.dense.operations import TOKEN
 from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.kernels.selection import override_variable
 from research.eagle3_head import write_head
 from tests.checkpoints import write_random_checkpoint
 from tests.markdown import ROOT
@@ -88,6 +90,8 @@ BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{name: OTHERS[name] for name in ("chunks", "prefix cache", "preemption", "prompts in pieces")},
 }
 DRAWN, VLLMS = "drawn", "drawn, steps of vLLM's"
+# greedy answers after drawn ones, picked from a shortlist or, as on several GPUs, from all logits
+AFTERWARDS = {"from a shortlist": {}, "from logits": {override_variable(TOKEN): "small_ops"}}
 INVARIANT, USUAL = [(batch, "invariant") for batch in BATCHES], [(batch, "usual") for batch in (ALONE, TOGETHER)]
 
 
@@ -105,7 +109,8 @@ def _drafting(method: str, drafts: int) -> tuple[dict[str, Any], dict[str, Any]]
 
 def _with_bits(batch: str, mode: str) -> tuple[dict[str, Any], dict[str, Any]]:
     options, more = BATCHES[batch]
-    return graphed() | options, more | {"bits": True, "invariant": mode == "invariant"}
+    invariant = {"VLLM_BATCH_INVARIANT": "1"} if mode == "invariant" else {}
+    return graphed() | options, more | {"bits": True, "environment": invariant}
 
 
 # options of vLLM's, and fields of a Question
@@ -120,7 +125,8 @@ ASKED: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
     **{way: _drafting(*way) for way in (*WAYS, STALE)},
     **{(batch, mode): _with_bits(batch, mode) for batch, mode in (*INVARIANT, *USUAL)},
     DRAWN: (graphed(), {"drawn": True}),
-    VLLMS: (graphed(), {"drawn": True, "skipped": "steady-steps"}),
+    VLLMS: (graphed(), {"drawn": True, "environment": {"NPU_GPTOSS_SKIP_PATCHES": "steady-steps"}}),
+    **{way: (graphed(), {"drawn_before": True, "environment": which}) for way, which in AFTERWARDS.items()},
     HALVED_EAGER: (SHARED | NARROW | {"enforce_eager": True}, {}),
     **{("fp8", mode): (graphed(cudagraph_mode=mode) | NARROW, {}) for _, mode in HALVED},
     HALVED_DRAFTS: (_drafting(EAGLE3, 3)[0] | NARROW, {"drafters": [OWN]}),
@@ -242,6 +248,13 @@ def test_steady_steps_draw_the_tokens_that_vllms_steps_draw(asked, prompts, answ
     assert TOKENS - 5 * len(prompts) <= found.steady < TOKENS - len(prompts)
     assert found.late == 0, "a graph was captured while requests waited"
     assert found.compiled == [], "a kernel was compiled while requests waited"
+
+
+@pytest.mark.parametrize("asked", AFTERWARDS)
+def test_greedy_answers_after_drawn_ones_are_greedy(asked, answer, eager) -> None:
+    found = answer(asked)
+    assert found.tokens == eager
+    assert found.steady == TOKENS - 2, "the first step of decode is vLLM's"
 
 
 @pytest.mark.parametrize("asked", HALVED, ids=" ".join)
