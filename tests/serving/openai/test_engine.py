@@ -153,6 +153,8 @@ def test_text_is_one_list_of_ids_and_one_text_at_every_entrance(server: Server, 
 def test_token_count_equals_the_prompts_length(server: Server) -> None:
     count = server.post("/v1/messages/count_tokens", {"model": NAME, "messages": [USER]}).json["input_tokens"]
     assert count == server.chat(messages=[USER]).json["usage"]["prompt_tokens"]
+    shown = server.post("/tokenize", {"model": NAME, "messages": [USER], "return_token_strs": True}).json
+    assert (shown["count"], len(shown["token_strs"]), shown["token_strs"][0]) == (count, count, "<|start|>")
     first = server.respond(ANSWER).json["id"]
     for fields in ({"input": "hi", "instructions": "Be brief."}, {"input": "hi", "previous_response_id": first}):
         counted = server.post("/v1/responses/input_tokens", {"model": NAME} | fields)

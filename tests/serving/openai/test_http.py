@@ -6,6 +6,7 @@ The cases F1 to F26 come from a survey of public bug reports about servers of gp
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.frontend.apis import APIS, gathered, of_message, of_response
 from tests.frontend.turns import ANSWER, BASH, CALL, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to
 from tests.serving.openai.cases import BY_THE_ENGINE, CHATS, RESPONSES
 from tests.serving.openai.conftest import NAME, Answer, Server
+from tests.serving.scripted import ERROR
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 
@@ -213,6 +215,10 @@ def test_refusal_names_the_field_and_nothing_of_pydantic(
 # Stored by vLLM
 
 
+def stored(server: Server, name: str) -> requests.Response:
+    return requests.get(f"{server.url}/v1/responses/{name}", timeout=60)
+
+
 def test_a_response_is_stored_retrieved_and_continued(server: Server) -> None:
     first = server.respond(THOUGHT + NEXT + "<|channel|>final<|message|>One.<|return|>").json
     assert requests.get(f"{server.url}/v1/responses/{first['id']}", timeout=30).json() == first
@@ -228,8 +234,31 @@ def test_a_background_response_ends_and_its_events_replay(server: Server) -> Non
     reply = requests.get(f"{server.url}/v1/responses/{number}?stream=true", timeout=30)
     again = Answer(200, {}, reply.content.decode()).events
     assert again == events
+    reply = requests.get(f"{server.url}/v1/responses/{number}?stream=true&starting_after=2", timeout=30)
+    assert Answer(200, {}, reply.content.decode()).events == events[3:]
     queued = server.respond(ANSWER, background=True).json
     assert queued["status"] in ("queued", "in_progress", "completed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_that_failed_in_the_background_never_ends(server: Server, stream: bool) -> None:
+    made = server.respond(ANSWER.removesuffix("<|return|>") + ERROR, background=True, stream=stream)
+    name, end = (made.events[0]["response"] if stream else made.json)["id"], time.monotonic() + 30
+    while (found := stored(server, name).json())["status"] in ("queued", "in_progress") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
+
+
+def test_response_is_kept_that_must_not_be(server: Server) -> None:
+    made = server.respond(ANSWER, store=False).json
+    assert (made["store"], stored(server, made["id"]).status_code) == (False, 404)
+    assert server.respond(ANSWER, previous_response_id=made["id"]).status == 404
+
+
+def test_response_that_was_cut_cannot_be_continued(server: Server) -> None:
+    first = server.respond("<|channel|>final<|message|>One, two, three.", max_output_tokens=4).json
+    second = server.respond(ANSWER, previous_response_id=first["id"], enable_response_messages=True).json
+    assert (first["status"], "One" in json.dumps(second["input_messages"])) == ("incomplete", True)
 
 
 NULLS = (
@@ -290,11 +319,24 @@ def test_two_calls_are_one_without_parallel_calls(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": "gpt-oss", "messages": 3, "max_tokens": 5}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"{", b"[]", b'{"model": "gpt-oss", "messages": 3, "max_tokens": 5}'),
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}',
+    ],
+)
 def test_messages_errors_have_anthropics_form(server: Server, path: str, body: bytes) -> None:
     answer = server.post(path, body)
     assert answer.status == 400, answer.text
     assert (answer.json["type"], answer.json["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_name_of_an_unknown_field_breaks_the_header_that_reports_it(server: Server) -> None:
+    answer = server.chat(ANSWER, **{"a\r\nb: c": 1, **{f"\u00e9{number:099}": 1 for number in range(40)}})
+    assert content(answer) == "Four."
+    assert "b" not in answer.headers
+    assert len(answer.headers["x-npu-gptoss-warning"]) <= 1000
 
 
 def test_a_model_is_found_by_its_name(server: Server) -> None:
