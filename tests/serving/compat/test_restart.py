@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import threading
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -265,6 +267,34 @@ def test_start_that_fails_is_no_try() -> None:
     with pytest.raises(EngineDeadError):
         asyncio.run(collected(client, asked("a", **GREEDY)))
     assert "no memory" in client.gave_up
+
+
+def test_server_that_ends_waits_for_the_engine_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data parallel start makes its coordinator first: the engines came after the signal, and loaded for minutes."""
+    starts, killed, children = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(restart.multiprocessing, "active_children", lambda: list(children))
+    none = 2**30  # no process has this number
+    engines = [Engine(2)]
+
+    def make(_: Any) -> Engine:
+        if engines:
+            return engines.pop()
+        starts.set()
+        time.sleep(0.3)  # the signal comes
+        children.append(SimpleNamespace(name="EngineCore_DP0", pid=none, kill=killed.set, join=lambda limit: None))
+        assert killed.wait(5), "the start went on"
+        raise RuntimeError("Engine core initialization failed")
+
+    async def ends() -> None:
+        client = Outliving(make, SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)), 3)
+        asking = asyncio.ensure_future(collected(client, asked("a", **GREEDY)))
+        await asyncio.to_thread(starts.wait, 5)
+        client.shutdown()
+        with pytest.raises(EngineDeadError):
+            await asking
+
+    asyncio.run(ends())
+    assert killed.is_set()
 
 
 def test_weights_of_an_update_are_replaced_by_the_checkpoints() -> None:

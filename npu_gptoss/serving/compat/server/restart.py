@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from npu_gptoss.serving.compat.server.shutdown import cause_of_death, engine_end
 from npu_gptoss.serving.compat.targets import ALL
 
 WINDOW = 600.0  # seconds in which at most N restarts are tried
+ENGINES = ("EngineCore", "VLLM_DP_Coordinator")  # names of vLLM's processes
 LAST_WILL = 10.0  # seconds for the dead engine's processes to end by themselves
 # fields of SamplingParams by which an engine keeps state besides the tokens
 STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "extra_args")
@@ -139,6 +141,7 @@ class Outliving:
         self.up.set()
         self.over = False
         self.gave_up = ""  # the cause of the server's end
+        self._starts = False
         self._changed = ""  # a call that gave the engine other weights
         self.resources = _Resources(self)
         self.client = self._started(config)
@@ -209,9 +212,15 @@ class Outliving:
         starting, self.over = bool(self.down), True
         self.client.shutdown(*args, **kwargs)
         if starting:  # else the start would delay the process's end
-            _kill(process for process in multiprocessing.active_children() if process.name.startswith("EngineCore"))
+            threading.Thread(target=self._end_start, name="npu-gptoss end", daemon=True).start()
 
     # the restart
+
+    def _end_start(self) -> None:
+        """Kills what a start has made so far, and what it makes until it fails."""
+        while self._starts:
+            _kill(child for child in multiprocessing.active_children() if child.name.startswith(ENGINES))
+            time.sleep(0.1)
 
     def _forget(self, sent: Sent) -> None:
         self._names.pop(sent.request.request_id, None)
@@ -284,6 +293,13 @@ class Outliving:
 
     def _start(self, old: Any) -> Any:
         """Runs in a thread: ends what is left of the old engine and starts another."""
+        self._starts = True  # before it looks whether the server ends
+        try:
+            return self._another(old)
+        finally:
+            self._starts = False
+
+    def _another(self, old: Any) -> Any:
         old.shutdown()
         _clear(old, self._family, self._memory)
         self._raise_if_over()
