@@ -404,3 +404,15 @@ def test_the_engine_knows_no_chat_format(directory: Path) -> None:
     """Tokens in, tokens out: it computes where harmony and the formatter of chats cannot be imported."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_CHATS, str(directory)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
+
+
+def test_an_error_in_a_step_cancels_the_requests_under_way_and_the_waiting(engine, prompts, monkeypatch) -> None:
+    running = engine.add_request(prompts[0], SamplingParams(max_tokens=9))
+    engine.step()
+    waiting = engine.add_request(prompts[1], SamplingParams(max_tokens=9))
+    monkeypatch.setattr(engine.model, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert [request.finish_reason for request in (running, waiting)] == ["cancelled", "cancelled"]
+    assert not engine.busy
+    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, processors
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
+from tests.checkpoints import write_random_checkpoint
 from tests.engine.conftest import WORDS
 from tests.refused import refused
 
@@ -49,6 +50,14 @@ def test_a_damaged_tokenizer_is_an_error_in_words(worded_directory: Path, tmp_pa
     (tmp_path / "tokenizer.json").write_text((worded_directory / "tokenizer.json").read_text()[:500])
     with pytest.raises(InputError, match="cannot be read as a tokenizer"):
         TextCodec(tmp_path).encode("alpha")
+
+
+def test_an_engine_reads_no_weights_for_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, layers=1)
+    (tmp_path / "model.safetensors").unlink()
+    Tokenizer(models.WordLevel({"alpha": 512}, unk_token="alpha")).save(str(tmp_path / "tokenizer.json"))
+    with refused("tokenizer.json"):
+        Engine(tmp_path, dtype="float32", num_blocks=20)
 
 
 def test_half_a_surrogate_pair_is_refused(worded_directory: Path) -> None:
