@@ -34,12 +34,14 @@ def read_prompts_file(path: Path) -> list[PromptEntry]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise InputError(f"the prompts file {path} cannot be read: {error.strerror}", field="--prompts") from None
+        raise InputError(f"the prompts file {path} cannot be read: {error.strerror}", field="--prompts-file") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"the prompts file {path} is not UTF-8: {error}", field="--prompts") from None
+        raise InputError(f"the prompts file {path} is not UTF-8: {error}", field="--prompts-file") from None
     entries = [_read_line(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not entries:
-        raise InputError(f"the prompts file {path} holds no prompt; expected one JSON object a line", field="--prompts")
+        raise InputError(
+            f"the prompts file {path} holds no prompt; expected one JSON object a line", field="--prompts-file"
+        )
     return entries
 
 
@@ -47,11 +49,12 @@ def _read_line(label: str, line: str) -> PromptEntry:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{label} is not JSON: {error}", field="--prompts") from None
+        raise InputError(f"{label} is not JSON: {error}", field="--prompts-file") from None
     forms = [form for form in FORMS if isinstance(value, dict) and form in value]
     if len(forms) != 1:
         raise InputError(
-            f"{label} must be a JSON object with one of {', '.join(FORMS)}, got {line.strip()[:80]}", field="--prompts"
+            f"{label} must be a JSON object with one of {', '.join(FORMS)}, got {line.strip()[:80]}",
+            field="--prompts-file",
         )
     form = forms[0]
     unknown = sorted(value.keys() - {form} - FORMS[form])

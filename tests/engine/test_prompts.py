@@ -29,14 +29,14 @@ def test_three_forms_are_read_in_order_and_empty_lines_count_as_lines(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "field"),
     [
-        ("{", "--prompts"),
-        ("[" * 100_000, "--prompts"),
-        ("[1]", "--prompts"),
-        ('"text"', "--prompts"),
-        ('["prompt"]', "--prompts"),
-        ('"prompt"', "--prompts"),
-        ("{}", "--prompts"),
-        ('{"prompt": "a", "prompt_token_ids": [1]}', "--prompts"),
+        ("{", "--prompts-file"),
+        ("[" * 100_000, "--prompts-file"),
+        ("[1]", "--prompts-file"),
+        ('"text"', "--prompts-file"),
+        ('["prompt"]', "--prompts-file"),
+        ('"prompt"', "--prompts-file"),
+        ("{}", "--prompts-file"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "--prompts-file"),
         ('{"prompt": 3}', "prompt"),
         ('{"prompt": null}', "prompt"),
         ('{"prompt_token_ids": "1,2"}', "prompt_token_ids"),
@@ -53,12 +53,12 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, field: str) -> None:
 
 
 def test_a_file_without_prompts_or_without_text_is_an_error(tmp_path: Path) -> None:
-    with refused("--prompts"):
+    with refused("--prompts-file"):
         read_prompts_file(write(tmp_path, "", " "))
-    with refused("--prompts"):
+    with refused("--prompts-file"):
         read_prompts_file(tmp_path / "none.jsonl")
-    with refused("--prompts"):
+    with refused("--prompts-file"):
         read_prompts_file(tmp_path)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
-    with refused("--prompts"):
+    with refused("--prompts-file"):
         read_prompts_file(tmp_path / "latin.jsonl")
