@@ -19,7 +19,7 @@ from npu_gptoss.serving.admission.structures import REMEMBERED, Structures, Verd
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
 
-SECONDS = 1.0
+SECONDS, AMPLE = 1.0, 30.0  # limits: of what is to reach it, and of what is not to, on a busy machine either
 
 
 def work(question: bytes) -> bytes:
@@ -49,8 +49,8 @@ def work(question: bytes) -> bytes:
 
 
 @contextmanager
-def bounded(prepare: Callable[[], None] = lambda: None) -> Iterator[Bounded]:
-    made = Bounded(work, prepare, seconds=SECONDS, memory=1 << 30)
+def bounded(prepare: Callable[[], None] = lambda: None, seconds: float = AMPLE) -> Iterator[Bounded]:
+    made = Bounded(work, prepare, seconds=seconds, memory=1 << 30)
     try:
         yield made
     finally:
@@ -80,13 +80,13 @@ def gone(pid: int) -> bool:
     ],
 )
 def test_a_question_that_ends_its_process_ends_nothing_else(question: bytes, said: str) -> None:
-    with bounded() as made:
+    with bounded(seconds=SECONDS if "longer" in said else AMPLE) as made:
         before = time.monotonic()
         bad, good = ask(made, question, b"abc")
         assert isinstance(bad, Died)
         assert said in str(bad)
         assert good == b"cba"
-        assert time.monotonic() - before < SECONDS + 3
+        assert time.monotonic() - before < AMPLE
         keeper = made.keeper
         assert ask(made, b"once more") == [b"erom ecno"]
         assert made.keeper == keeper, "it was not the keeper that died"
