@@ -116,8 +116,12 @@ def dockerfile(image: str) -> str:
 def test_compose_builds_images_and_mounts_files_that_exist() -> None:
     built = {service["build"]["dockerfile"] for service in COMPOSE.values() if "build" in service}
     assert built == {f"docker/{image}.Dockerfile" for image in SERVERS if image != "official"}
-    mounts = [mount.split(":")[0] for service in COMPOSE.values() for mount in service.get("volumes", ())]
-    assert [source for source in mounts if source.startswith("./") and not (ROOT / "docker" / source).exists()] == []
+    mounts = [mount for service in COMPOSE.values() for mount in service.get("volumes", ())]
+    short = [mount.split(":")[0] for mount in mounts if isinstance(mount, str)]
+    assert [source for source in short if source.startswith("./") and not (ROOT / "docker" / source).exists()] == []
+    written_out = [mount for mount in mounts if not isinstance(mount, str)]
+    assert {mount["target"] for mount in written_out} == {"/model"}
+    assert all(mount["bind"] == {"create_host_path": False} and mount["read_only"] for mount in written_out)
     target = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]
     networks = [service.get("networks", {}).get("default", {}) for service in COMPOSE.values()]
     aliases = {alias for network in networks for alias in network.get("aliases", ())}
