@@ -11,6 +11,7 @@ from typing import Any
 from npu_gptoss.engine.chat import FIELDS as CHAT_FIELDS
 from npu_gptoss.errors import InputError
 
+OPTION = "--prompts-file"
 # form -> what else may stand beside it
 FORMS: dict[str, frozenset[str]] = {
     "prompt": frozenset(),
@@ -34,14 +35,12 @@ def read_prompts_file(path: Path) -> list[PromptEntry]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise InputError(f"the prompts file {path} cannot be read: {error.strerror}", field="--prompts-file") from None
+        raise InputError(f"the prompts file {path} cannot be read: {error.strerror}", field=OPTION) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"the prompts file {path} is not UTF-8: {error}", field="--prompts-file") from None
+        raise InputError(f"the prompts file {path} is not UTF-8: {error}", field=OPTION) from None
     entries = [_read_line(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not entries:
-        raise InputError(
-            f"the prompts file {path} holds no prompt; expected one JSON object a line", field="--prompts-file"
-        )
+        raise InputError(f"the prompts file {path} holds no prompt; expected one JSON object a line", field=OPTION)
     return entries
 
 
@@ -49,12 +48,12 @@ def _read_line(label: str, line: str) -> PromptEntry:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{label} is not JSON: {error}", field="--prompts-file") from None
+        raise InputError(f"{label} is not JSON: {error}", field=OPTION) from None
     forms = [form for form in FORMS if isinstance(value, dict) and form in value]
     if len(forms) != 1:
         raise InputError(
             f"{label} must be a JSON object with one of {', '.join(FORMS)}, got {line.strip()[:80]}",
-            field="--prompts-file",
+            field=OPTION,
         )
     form = forms[0]
     unknown = sorted(value.keys() - {form} - FORMS[form])

@@ -113,12 +113,11 @@ class SteadySteps:
                 if model.cg_mode == CUDAGraphMode.FULL:
                     for greedy in (True, False):
                         self.graphs[rows, greedy] = model, self._captured(manager.hidden_states[:rows], pool, greedy)
-        right = [self._is_right(key) for key in self.graphs]
-        together = agreed([int(one) for one in right], torch.distributed.ReduceOp.MIN)
-        for (rows, greedy), is_right in zip(list(self.graphs), together, strict=True):
-            if not is_right:
-                del self.graphs[rows, greedy]
-                logger.warning("npu-gptoss: a graph for steady steps of %d requests is wrong and not used.", rows)
+        right = [int(self._is_right(key)) for key in self.graphs]
+        for key, on_all in zip(list(self.graphs), agreed(right, torch.distributed.ReduceOp.MIN), strict=True):
+            if not on_all:
+                del self.graphs[key]
+                logger.warning("npu-gptoss: a graph for steady steps of %d requests is wrong and not used.", key[0])
         self._clear()
 
     def _captured(self, hidden: torch.Tensor, pool: Any, greedy: bool) -> torch.cuda.CUDAGraph:

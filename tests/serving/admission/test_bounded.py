@@ -86,7 +86,7 @@ def test_a_question_that_ends_its_process_ends_nothing_else(question: bytes, sai
         assert isinstance(bad, Died)
         assert said in str(bad)
         assert good == b"cba"
-        assert time.monotonic() - before < AMPLE
+        assert time.monotonic() - before < SECONDS + 3
         keeper = made.keeper
         assert ask(made, b"once more") == [b"erom ecno"]
         assert made.keeper == keeper, "it was not the keeper that died"

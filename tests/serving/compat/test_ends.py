@@ -183,6 +183,7 @@ def test_engines_without_a_coordinator_let_requests_wait_for_ever(
         asyncio.run(looks())
     assert process.exitcode == (None if exitcode is None else -9)
     assert words in core.npu_gptoss_pulse.cause
+    assert len(looked) > 4
 
 
 class Engine:
