@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -73,31 +74,32 @@ def _inputs_kernel(
 
 
 class SteadySteps:
-    """The steady steps of one runner. `graphs`: by number of requests, and whether all of these are greedy; each is
-    vLLM's graph of the model and the graph behind it."""
+    """The steady steps of one runner. `graphs`: the graph behind vLLM's graph of the model, by number of requests, and
+    whether all of these are greedy."""
 
     def __init__(self, runner: Any) -> None:
         device, most = runner.device, min(MOST, runner.max_num_reqs)
         self.runner, self.sampler = runner, runner.sampler
-        self.graphs: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._requests = torch.arange(most, dtype=torch.int64, device=device)
         self._temperatures = torch.ones(most, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(most, dtype=torch.int64, device=device)
         self._rows = torch.arange(most, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._batch: Any = None  # of the step before, which a steady one may follow
+        self._model: Any = None  # vLLM's name of the model's graph for it
         self._entered = False  # True if that was a steady step
         self._stats: Any = None
         self._output: AsyncModelRunnerOutput | None = None
 
     @classmethod
     def of(cls, runner: Any) -> SteadySteps | None:
-        """Returns None for a runner whose steps have other parts than ours: stages, data ranks, drafts, adapters,
-        connectors. Ranks of tensor parallelism are served: all of them get the same steps."""
+        """Returns None for a runner whose steps have other parts than ours: stages, data ranks, drafts, connectors.
+        Ranks of tensor parallelism are served: all of them get the same steps."""
         config, ranks = runner.vllm_config, runner.vllm_config.parallel_config
         others = (
-            *(config.kv_transfer_config, config.lora_config, runner.speculator, runner.pcp_manager),
-            *(runner.batch_sharder, runner.aux_output_connector, runner.ubatch_runner),
+            *(config.kv_transfer_config, runner.speculator, runner.pcp_manager, runner.batch_sharder),
+            *(runner.aux_output_connector, runner.ubatch_runner),
         )
         alone = ranks.data_parallel_size == ranks.pipeline_parallel_size == 1 and not runner.check_ep_fault
         plain = alone and type(runner.sampler) is PlainSampler and all(other is None for other in others)
@@ -109,10 +111,9 @@ class SteadySteps:
         manager, pool = self.runner.cudagraph_manager, torch.cuda.graph_pool_handle()
         with graph_capture(self.runner.device):
             for rows in range(len(self._requests), 0, -1):
-                model = manager.dispatch(rows, rows, 1, 0, max_query_len=1)
-                if model.cg_mode == CUDAGraphMode.FULL:
+                if manager.dispatch(rows, rows, 1, 0, max_query_len=1).cg_mode == CUDAGraphMode.FULL:
                     for greedy in (True, False):
-                        self.graphs[rows, greedy] = model, self._captured(manager.hidden_states[:rows], pool, greedy)
+                        self.graphs[rows, greedy] = self._captured(manager.hidden_states[:rows], pool, greedy)
         right = [int(self._is_right(key)) for key in self.graphs]
         for key, on_all in zip(list(self.graphs), agreed(right, torch.distributed.ReduceOp.MIN), strict=True):
             if not on_all:
@@ -140,7 +141,7 @@ class SteadySteps:
         hidden.copy_(torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden))
         states, buffers, tables = self.runner.req_states, self.runner.input_buffers, self.runner.block_tables
         found = []
-        for run in (lambda: self._end(hidden), self.graphs[key][1].replay):
+        for run in (lambda: self._end(hidden), self.graphs[key].replay):
             self._clear()
             self._inputs(rows, advance=False)
             run()
@@ -168,9 +169,12 @@ class SteadySteps:
         batch = state.input_batch
         if batch.num_reqs > len(self._requests) or batch.has_structured_output_reqs or not self.sampler.is_plain(batch):
             return
-        model, _ = self.graphs.get((batch.num_reqs, self.sampler.greedy), (None, None))
-        if model in self.runner.cudagraph_manager.graphs:  # the canary drops graphs that compute wrong steps
-            self._batch, self._stats = batch, state.cudagraph_stats
+        rows, manager = batch.num_reqs, self.runner.cudagraph_manager
+        adapters = len(self.runner.lora_state.get_activate_loras(batch.req_ids))
+        model = manager.dispatch(rows, rows, 1, adapters, max_query_len=1)
+        # the canary drops graphs that compute wrong steps
+        if (rows, self.sampler.greedy) in self.graphs and model in manager.graphs:
+            self._batch, self._model, self._stats = batch, model, state.cudagraph_stats
 
     @torch.inference_mode()
     def step(self, scheduled: Any) -> bool:
@@ -187,9 +191,11 @@ class SteadySteps:
             self._append(requests.new_block_ids)
         if not self._entered:
             self._enter()
-        model, graph = self.graphs[batch.num_reqs, self.sampler.greedy]
-        runner.cudagraph_manager.run_fullgraph(model)
-        graph.replay()
+        if runner.lora_config:  # another request may have put its adapter in the place of one of these
+            ones = np.ones(batch.num_reqs, dtype=np.int32)
+            runner._set_active_loras(*runner.lora_state.make_lora_inputs(batch.req_ids, batch.idx_mapping_np, ones))
+        runner.cudagraph_manager.run_fullgraph(self._model)
+        self.graphs[batch.num_reqs, self.sampler.greedy].replay()
         self._output = Tokens(self._tokens[: batch.num_reqs], batch.req_ids, self._stats)
         return True
 

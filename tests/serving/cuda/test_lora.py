@@ -114,8 +114,10 @@ def test_base_and_two_adapters_in_one_batch_answer_as_merged(
         }
         answers = {name: [one.result() for one in futures] for name, futures in asked.items()}
         assert all(len(one.result()) == 200 for one in load)
+    one_by_one = {name: [completed(server, name, prompt) for prompt in prompts] for name in answers}
     for name in answers:
         engine, wanted = exact(checkpoints[name], prompts)
+        assert all(one < NEAR for one in regrets(engine, prompts, one_by_one[name], wanted)), name
         apart = {other: regrets(engine, prompts, answers[other], wanted) for other in answers}
         assert all(one < NEAR for one in apart.pop(name)), name
         assert all(max(each, default=0) > NEAR for each in apart.values()), "the adapters change nothing"

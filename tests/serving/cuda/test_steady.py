@@ -14,10 +14,12 @@ import torch
 pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="needs vLLM 0.33")
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
@@ -83,6 +85,7 @@ class Runner:
         self.sampler = PlainSampler.of(Sampler(config, REQUESTS, VOCABULARY, CPU, self.req_states), self.model)
         self.model_state = Having(num_new_sampled_tokens_per_step=1, postprocess_state=lambda *_: None)
         self.cudagraph_manager, self.execute_model_state = self, None
+        self.lora_config, self.lora_state, self.assigned = None, LoraState(REQUESTS), []
         self.hidden_states = torch.zeros(REQUESTS, HIDDEN).bfloat16()
         self.computed, self.blocks = {}, iter(range(1, 999))
         for index, options in enumerate(wanted):
@@ -91,8 +94,15 @@ class Runner:
 
     @property
     def graph(self) -> BatchExecutionDescriptor:
-        rows = 1 << (len(self.computed) - 1).bit_length()
-        return BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, rows, 1)
+        return self.dispatch(len(self.computed), len(self.computed), 1, 0, max_query_len=1)
+
+    def dispatch(self, requests: int, tokens: int, each: int, adapters: int, *, max_query_len: int) -> Any:
+        assert [tokens, each, max_query_len] == [requests, 1, 1]
+        rows = 1 << (requests - 1).bit_length()
+        return BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, rows, 1, num_active_loras=adapters)
+
+    def _set_active_loras(self, *inputs: Any) -> None:
+        self.assigned.append(inputs)
 
     def _add(self, name: str, prompt: int, options: dict[str, Any]) -> None:
         states = self.req_states
@@ -164,7 +174,7 @@ class Runner:
 def steady(runner: Runner) -> SteadySteps:
     found, rows = SteadySteps(runner), len(runner.computed)
     ending = Having(replay=lambda: found._end(runner.hidden_states[:rows]))
-    found.graphs = {(rows, greedy): (runner.graph, ending) for greedy in (True, False)}
+    found.graphs = {(rows, greedy): ending for greedy in (True, False)}
     return found
 
 
@@ -192,6 +202,29 @@ def test_steady_steps_give_and_keep_what_vllms_do(wanted):
         assert got == want
         assert ours.held() == right.held()
     assert len(set(want)) == len(wanted)
+
+
+@TRITON_HERE
+def test_steady_steps_with_adapters_replay_their_graph_and_assign_them_anew():
+    """vLLM may have put another adapter in the place of one of these between two steps."""
+    runner = Runner(GREEDY, GREEDY, GREEDY)
+    adapter = LoRARequest("one", 3, "one")
+    runner.lora_config = "adapters"
+    runner.lora_state.add_request("r1", runner.req_states.req_id_to_index["r1"], adapter)
+    with_adapter = runner.dispatch(3, 3, 1, 1, max_query_len=1)
+    steps, ran, run = steady(runner), [], runner.run_fullgraph
+    runner.run_fullgraph = lambda graph: (ran.append(graph), run(graph))[1]
+    runner.vllms(runner.scheduled())
+    steps.remember()
+    assert not steps.step(runner.scheduled()), "the adapter's graph was not captured"
+    runner.graphs[with_adapter] = None
+    steps.remember()
+    ran.clear()
+    for number in range(2):
+        assert steps.step(runner.scheduled()), number
+        runner._moved([])
+    assert ran == [with_adapter] * 2
+    assert runner.assigned == [((0, 3, 0), (0, 3, 0), {adapter})] * 2
 
 
 @TRITON_HERE
@@ -233,7 +266,6 @@ WRONG: dict[str, Any] = {
 def test_a_graph_that_does_something_else_is_dropped_at_the_start(wrong, monkeypatch, caplog):
     runner = Runner(GREEDY)
     steps, broken = SteadySteps(runner), (2, False)
-    runner.dispatch = lambda rows, *_, **__: BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, rows, 1)
 
     def captured(hidden: torch.Tensor, pool: Any, greedy: bool) -> Any:
         if (len(hidden), greedy) == broken:
@@ -329,10 +361,9 @@ def test_a_structure_before_or_a_dropped_graph_ends_steady_steps():
     assert not steps.step(runner.scheduled())
 
 
-PARTS = [
-    *("pcp_manager", "batch_sharder", "aux_output_connector", "ubatch_runner", "speculator"),
-    *("kv_transfer_config", "lora_config"),
-]
+PARTS = (
+    *("pcp_manager", "batch_sharder", "aux_output_connector", "ubatch_runner", "speculator", "kv_transfer_config"),
+)
 
 
 def served(**changes: Any) -> Any:

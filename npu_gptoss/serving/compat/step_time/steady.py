@@ -76,6 +76,11 @@ def _expect_runner(runner: Any) -> None:
         "self.block_tables.compute_slot_mappings(",
     )
     expect_source(
+        runner.execute_model,
+        "lora_inputs = self.lora_state.make_lora_inputs( input_batch.req_ids, input_batch.idx_mapping_np, "
+        "input_batch.num_scheduled_tokens, ) self._set_active_loras(*lora_inputs)",
+    )
+    expect_source(
         runner.postprocess_sampled,
         "post_update( idx_mapping, self.req_states.num_computed_tokens.gpu, self.req_states.last_sampled_tokens, "
         "output_bin_counts, sampled_tokens, num_sampled, num_rejected, query_start_loc, "
