@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from typing import Any
@@ -121,7 +123,11 @@ def test_heartbeat_carries_the_age_of_a_step_and_the_cause_of_death(patched: Any
 
 @pytest.mark.parametrize(
     ("codes", "words"),
-    [((-9, 1), "two ended with exit status 1"), ((-15, -11), "two was ended by SIGSEGV"), ((0, -9), "memory runs out")],
+    [
+        ((-9, 1), "two ended with exit status 1"),
+        ((-15, -11), "two was ended by SIGSEGV"),
+        ((0, -9), "two was ended by SIGKILL"),
+    ],
 )
 def test_a_lost_worker_is_the_cause_of_death_not_cancelled(patched: Any, codes: Any, words: str) -> None:
     """vLLM ends the other workers, and the engine's own error says `cancelled`."""
@@ -213,3 +219,59 @@ print(process.exitcode)
 def test_interrupt_ends_a_users_process_but_no_engine(name, status):
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, name], capture_output=True, text=True, timeout=60)
     assert done.stdout.split()[-1:] == [str(status)], done.stderr
+
+
+def _engine(ready: Any) -> None:
+    """An engine of vLLM's: SIGTERM is a regular end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ready.set()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGTERM, "EngineCore_DP1 ended"), (signal.SIGKILL, "EngineCore_DP1 was ended by")]
+)
+def test_signal_to_one_engine_is_told_as_its_neighbours_end(number: int, words: str) -> None:
+    """vLLM kills the engines that wait for the lost one in a step, and these complain of its connection."""
+    fork = multiprocessing.get_context("fork")
+    ready = [fork.Event(), fork.Event()]
+    engines = [fork.Process(target=_engine, args=(each,), name=f"EngineCore_DP{n}") for n, each in enumerate(ready)]
+    for each, begun in zip(engines, ready, strict=True):
+        each.start()
+        assert begun.wait(30)
+    heart = pulse.Pulse({})
+    noting = threading.Thread(target=pulse.note_first_end, args=(heart, engines))
+    noting.start()
+    os.kill(engines[1].pid, number)
+    noting.join(10)
+    heart.set_result([0, 0, "RuntimeError: Connection closed by peer"])
+    engines[0].kill()
+    engines[0].join()
+    assert words in heart.cause
+    assert "memory" not in heart.cause
+    assert "memory" not in pulse.how_ended(engines)
+
+
+def test_lack_of_memory_is_told_that_the_kernel_has_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = types.SimpleNamespace(name="EngineCore", exitcode=-signal.SIGKILL)
+    for before, told in ((pulse._starved(), False), (pulse._starved() - 1, True)):
+        monkeypatch.setattr(pulse, "_STARVED", before)
+        assert ("memory" in pulse.how_ended([killed])) == told
+
+
+def test_first_end_of_an_engine_is_not_watched(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name="EngineCore_DP0")
+    process.start()
+
+    def made(self: Any) -> None:
+        self.utility_results: dict[int, Any] = {}
+        self.resources = types.SimpleNamespace(engine_manager=types.SimpleNamespace(processes=[process]))
+
+    with patched(), monkeypatch.context() as patching:
+        patching.setattr(core_client.MPClient, "__init__", made)
+        patching.setattr(pulse, "expect_source", lambda *_: None)
+        pulse.install_client(core_client)
+        client = object.__new__(core_client.MPClient)
+        client.__init__()
+    process.kill()
+    assert wait_for(lambda: "EngineCore_DP0" in client.npu_gptoss_pulse.cause, 10)

@@ -8,13 +8,17 @@ channel and without a question, so that `/health` answers at once however busy t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
+from multiprocessing import connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -70,6 +74,20 @@ def install_client(core_client: ModuleType) -> None:
     def __init__(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.npu_gptoss_pulse = Pulse(self.utility_results)
+        if processes := list(getattr(self.resources.engine_manager, "processes", ())):
+            told = (self.npu_gptoss_pulse, processes)
+            threading.Thread(target=note_first_end, args=told, name="npu-gptoss ends", daemon=True).start()
+
+
+def note_first_end(pulse: Pulse, processes: Sequence[Any]) -> None:
+    """Waits until an engine ends, and keeps the signal as the cause: vLLM then ends the others by signals of its own,
+    and what they say before is about the lost one."""
+    connection.wait([process.sentinel for process in processes])
+    while not (ended := [process for process in processes if process.exitcode is not None]):
+        time.sleep(0.01)  # vLLM's thread reads it at the same moment
+    if ended[0].exitcode <= 0:  # else it has told its error
+        quiet = f"its process {ended[0].name} ended with exit status 0, as after SIGTERM"
+        pulse.cause = pulse.cause or how_ended(ended) or quiet
 
 
 async def check(client: Any) -> None:
@@ -116,8 +134,20 @@ def how_ended(processes: Iterable[Any]) -> str:
     if process.exitcode > 0:
         return f"its process {process.name} ended with exit status {process.exitcode}"
     number = signal.Signals(-process.exitcode)
-    killed = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
-    return f"its process {process.name} was ended by {number.name}{killed}"
+    starved = number == signal.SIGKILL and _starved() > _STARVED
+    why = " (since the start of this server the kernel has killed a process for lack of memory)" if starved else ""
+    return f"its process {process.name} was ended by {number.name}{why}"
+
+
+def _starved() -> int:
+    """Returns how many processes the kernel has killed for lack of memory."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M):
+            return int(found[1])
+    return 0
+
+
+_STARVED = _starved()
 
 
 def _lost(executor: Any) -> str:
