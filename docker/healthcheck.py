@@ -1,4 +1,7 @@
-"""Exits with 0 if the server answers /health: the images' HEALTHCHECK, because some images lack curl."""
+"""Exits with 0 if the server answers /health: the images' HEALTHCHECK, because some images lack curl.
+
+It asks where the running `vllm serve` listens: the container's own options may name another port than PORT.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ import sys
 import urllib.error
 import urllib.request
 
+from npu_gptoss.doctor.exposure import local_url, servers
+from npu_gptoss.doctor.machine import Machine
+
 # The server runs in this container, so the user's proxy is bypassed, and its certificate is of another name.
 ITS_OWN = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), ITS_OWN)
 
 
-def main() -> int:
-    for scheme in ("http", "https"):  # --ssl-certfile
-        url = f"{scheme}://127.0.0.1:{os.environ.get('PORT', '8000')}/health"
+def main(here: Machine | None = None) -> int:
+    running = servers(here or Machine())
+    host, port = "127.0.0.1", os.environ.get("PORT", "8000")
+    if running:
+        host, port = running[0].option("--host", "0.0.0.0"), running[0].option("--port", "8000")
+    for secure in (False, True):  # --ssl-certfile
+        url = f"{local_url(host, port, secure)}/health"
         try:
             with DIRECT.open(url, timeout=2) as response:
                 healthy = response.status == 200

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from npu_gptoss import envs
+from npu_gptoss.doctor.exposure import local_url, option
 from npu_gptoss.errors import InputError
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, build_vocabulary, find_vocabulary
 
@@ -140,12 +141,6 @@ def check_port(host: str, given: str) -> int:
     return port
 
 
-def local_url(host: str, port: int, secure: bool = False) -> str:
-    """Where this machine reaches a server that listens on `host`."""
-    host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http{'s' * secure}://{host}:{port}"
-
-
 def serving_environment(
     model: Path, vocabulary: Path, base: Mapping[str, str] = os.environ, on: str = "cpu"
 ) -> dict[str, str]:
@@ -196,15 +191,6 @@ def words(flags: str) -> list[str]:
         raise ServeError(f"ARGS={flags} cannot be read as flags: {str(error).lower()}.") from None
 
 
-def given(flags: Sequence[str], name: str, otherwise: str) -> str:
-    """The first value of the last flag of this name in `vllm serve`'s flags, which wins over what make was given."""
-    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
-        word, has_value, value = flag.partition("=")
-        if word.replace("_", "-") == name:
-            otherwise = value if has_value else following
-    return otherwise
-
-
 def masked(command: Sequence[str]) -> list[str]:
     """The command as it may be shown: `***` in the place of every key and token."""
     shown, secret = [], False
@@ -222,7 +208,7 @@ def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
     """
     told = []
     in_container = "container" in os.environ or Path("/.dockerenv").exists()
-    host = given(flags, "--host", host)
+    host = option(flags, "--host", host)
     if masked(flags) != list(flags):
         told.append("everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead.")
     if not (host.startswith("127.") or host in ("localhost", "::1") or key or told):
@@ -389,18 +375,18 @@ def _interrupt(signum: int, frame: object) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
-    if given(flags, "--uds", ""):
+    if option(flags, "--uds", ""):
         raise ServeError("--uds: make waits for the server at a port. Leave it out, or start `vllm serve` yourself.")
-    host = given(flags, "--host", options.host)
-    port = check_port(host, given(flags, "--port", options.port))
+    host = option(flags, "--host", options.host)
+    port = check_port(host, option(flags, "--port", options.port))
     envs.get("NPU_GPTOSS_DRAIN_SECONDS")
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
     name = served_name(model) if options.model else TINY_NAME
     environment = serving_environment(model, ensure_vocabulary(model), on=options.on)
     command = serve_command(model, name, host, port, flags, options.on)
-    name = given(flags, "--served-model-name", name)
+    name = option(flags, "--served-model-name", name)
     log = Path(options.log) if options.log else log_of(port)
-    url = local_url(host, port, secure=bool(given(flags, "--ssl-certfile", "")))
+    url = local_url(host, port, secure=bool(option(flags, "--ssl-certfile", "")))
     key = environment.get("VLLM_API_KEY", "")
     keyed = bool(key) or any(re.match("--api[-_]k", flag) for flag in flags)
     for sentence in exposure(host, flags, key):

@@ -32,7 +32,7 @@ class Server:
 
     def option(self, name: str, default: str) -> str:
         """The last value of a flag, as vLLM's parser takes it."""
-        return _option(self.words, name, default)
+        return option(self.words, name, default)
 
     @property
     def host(self) -> str:
@@ -74,7 +74,15 @@ def servers(here: Machine) -> list[Server]:
     return found
 
 
-def _option(words: Sequence[str], name: str, default: str) -> str:
+def local_url(host: str, port: int | str, secure: bool = False) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    every = not host.strip("0.:")  # each address of the machine
+    host = "127.0.0.1" if every else f"[{host}]" if ":" in host else host
+    return f"http{'s' * secure}://{host}:{port}"
+
+
+def option(words: Sequence[str], name: str, default: str) -> str:
+    """The value of the last flag of this name in `vllm serve`'s words."""
     found = default
     for place, word in enumerate(words):
         flag, given, value = word.partition("=")
@@ -85,7 +93,7 @@ def _option(words: Sequence[str], name: str, default: str) -> str:
 
 def _configured(here: Machine, process: Path, words: Sequence[str]) -> list[str]:
     """The flags in the file that --config names, which those of the command outweigh."""
-    name = _option(words, "--config", "")
+    name = option(words, "--config", "")
     try:
         text = (here.path(name) if name.startswith("/") else process / "cwd" / name).read_text() if name else ""
     except (OSError, UnicodeError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -232,15 +233,18 @@ def test_preflight_imports_no_torch() -> None:
     assert said.stdout.strip() == "set()", said.stderr
 
 
-def test_health_check_fails_without_a_server(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_health_check_fails_without_a_server(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("PORT", "1")
-    assert healthcheck.main() == 1
+    assert healthcheck.main(Machine(tmp_path)) == 1
     assert "http://127.0.0.1:1/health" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("scheme", ["http", "https"])
-def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str) -> None:
-    """Behind the user's proxy, or with `--ssl-certfile`."""
+@pytest.mark.parametrize(
+    ("scheme", "flags"),
+    [("http", None), ("https", None), ("http", "--host 0.0.0.0 --port 1 --port {}"), ("http", "--host ::1 --port={}")],
+)
+def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str, flags: str | None) -> None:
+    """Behind the user's proxy, with `--ssl-certfile`, or at another address than PORT says."""
 
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -249,7 +253,11 @@ def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str) -> No
 
         def log_message(self, *arguments: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if flags and "::1" in flags else socket.AF_INET
+
+    shown = "[::1]" if flags and "::1" in flags else "127.0.0.1"
+    with Server((shown.strip("[]"), 0), Healthy) as server:
         if scheme == "https":
             if not (openssl := shutil.which("openssl")):
                 pytest.skip("openssl is not installed")
@@ -261,13 +269,18 @@ def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str) -> No
             server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
-        environment |= {"PORT": str(server.server_port)}
+        environment |= {"PORT": "1" if flags else str(server.server_port), "PYTHONPATH": str(ROOT)}
+        if flags:  # the container's processes
+            command = ["/usr/bin/vllm", "serve", "/model", *flags.format(server.server_port).split()]
+            (tmp_path / "proc/7").mkdir(parents=True)
+            (tmp_path / "proc/7/cmdline").write_bytes("\0".join([*command, ""]).encode())
         environment |= {"http_proxy": "http://127.0.0.1:1", "https_proxy": "http://127.0.0.1:1"}
-        check = [sys.executable, str(ROOT / "docker/healthcheck.py")]
+        code = f"from docker.healthcheck import *; sys.exit(main(Machine(type(Machine().root)({str(tmp_path)!r}))))"
+        check = [sys.executable, "-c", code]
         said = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=20)
         server.shutdown()
     assert said.returncode == 0, said
-    assert said.stdout.endswith(f"{scheme}://127.0.0.1:{server.server_port}/health: healthy\n"), said
+    assert said.stdout.endswith(f"{scheme}://{shown}:{server.server_port}/health: healthy\n"), said
 
 
 def test_cpu_image_sets_only_variables_of_make_serve() -> None:
