@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ from npu_gptoss.harmony.rendering import CONTROL
 from npu_gptoss.model.check import check_directory
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import accounted, expected_tensors
+from npu_gptoss.serving import tokenizer_file
 from npu_gptoss.serving.compat.start import checkpoint
 from npu_gptoss.serving.loading import readable
 from npu_gptoss.serving.releases import here
+from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.releases.vllm import as_written, load_tokenizer
 from tests.model.forms import FORMS, Form, as_transformers_5, changed_config, write_bases
 
@@ -230,3 +233,22 @@ def test_form_is_not_refused_differently_by_vllm(form: Form, bases: Path, tmp_pa
     with pytest.raises(InputError) as caught:
         checkpoint.check(EngineArgs(model=str(folder), max_model_len=256))
     assert caught.value.field == (form.field or str(folder))
+
+
+def test_first_chat_reads_the_tokenizer_where_another_device_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.33 on a CPU: the front end answers there, and its encoder takes seconds."""
+
+    class Options:
+        def __post_init__(self) -> None: ...
+
+        def create_engine_config(self) -> Any:
+            """maybe_override_with_speculators(self.create_model_config())"""
+            return SimpleNamespace(model_config="ours")
+
+    monkeypatch.setattr(names, "current_platform", SimpleNamespace(device_type="another"))
+    monkeypatch.setattr(tokenizer_file, "served", [])
+    module = ModuleType("arg_utils")
+    module.EngineArgs = Options
+    checkpoint.install_check(module)
+    Options().create_engine_config()
+    assert tokenizer_file.served == ["ours"]

@@ -57,7 +57,9 @@ def install_check(module: ModuleType) -> None:
         from npu_gptoss.serving.releases.vllm import current_platform
 
         if current_platform.device_type not in here().devices:
-            return original(self, *args, **options)
+            made = original(self, *args, **options)
+            tokenizer_file.served[:] = [made.model_config]  # the front end answers nevertheless
+            return made
 
         def make() -> VllmConfig:
             ours = not aside.stepped_aside()
