@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from openai_harmony import Message
+from openai_harmony import Message, Role
 from pydantic import TypeAdapter, ValidationError
 
 from npu_gptoss.frontend.structure import Structure, forced_structure, shape
 from npu_gptoss.frontend.tools import Tools
 from npu_gptoss.frontend.turn import Reading, Turn
-from npu_gptoss.harmony.conversation import ConversationError, conversation, expected, mapping, reasoning_effort
-from npu_gptoss.harmony.encoding import Encoder, check_length
+from npu_gptoss.harmony.conversation import (
+    ConversationError,
+    conversation,
+    expected,
+    mapping,
+    reasoning_effort,
+    steps,
+    without_old_reasoning,
+)
+from npu_gptoss.harmony.encoding import ContextError, Encoder, check_length
 
 Json = dict[str, Any]
 # Fields of any API that are true or false, and whole numbers. Each may be a text, as in vLLM: "false", "2".
@@ -62,6 +71,7 @@ class Asked:
     date: str | None = None
     warnings: tuple[str, ...] = ()
     whole: bool = False  # refuse max_tokens that the context has no room for; else the answer gets what is left
+    truncates: bool = False  # drop the oldest turns of a conversation that the context cannot hold
 
     @property
     def conversation(self) -> list[Message]:
@@ -80,6 +90,41 @@ class Asked:
         if limit is not None:
             check_length(limit, len(ids), self.sampling.get("max_tokens") if self.whole else None)
         return ids
+
+    def fitted(self, encoder: Encoder, limit: int | None) -> tuple[Asked, list[int]]:
+        """Returns the request as the model reads it, and its prompt. Raises ContextError if it cannot fit."""
+        try:
+            return self, self.prompt(encoder, limit)
+        except ContextError:
+            if not self.truncates:
+                raise
+        shorter = self._truncated(encoder, limit)
+        return shorter, shorter.prompt(encoder, limit)
+
+    def _truncated(self, encoder: Encoder, limit: int) -> Asked:
+        """Drops the oldest steps. Keeps all instructions, the newest turn of the user and the newest step.
+
+        The answer has room for the tokens asked for, up to half of the context.
+        """
+
+        def size(step: Sequence[int]) -> int:
+            return sum(len(encoder.encode([turns[number]], limit)) - len(encoder.encode([])) for number in step)
+
+        turns = without_old_reasoning(self.turns)
+        all_steps = steps(turns)
+        users = [step for step in all_steps if turns[step[0]].author.role is Role.USER]
+        instructions = [step for step in all_steps if turns[step[0]].author.role is Role.DEVELOPER]
+        kept = [step for step in all_steps if step in (*instructions, *users[-1:], all_steps[-1])]
+        room = limit - 1 - min(self.sampling.get("max_completion_tokens") or 0, limit // 2)
+        room -= len(replace(self, turns=()).prompt(encoder)) + sum(map(size, kept))
+        with suppress(ContextError):  # of a step that is too long by far
+            for step in reversed([step for step in all_steps if step not in kept]):
+                if (room := room - size(step)) < 0:
+                    break
+                kept.append(step)
+        numbers = sorted(number for step in kept for number in step)
+        dropped = f"truncation: {len(turns) - len(numbers)} old turns are left out, which the context cannot hold"
+        return replace(self, turns=[turns[n] for n in numbers], warnings=(*self.warnings, dropped))
 
     def loosened(self) -> Iterator[Asked]:
         """Yields the request with fewer and fewer demands on the arguments of calls."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from openai_harmony import Message, Role
 
+from npu_gptoss.frontend.sample import new_id
 from npu_gptoss.frontend.tools import SEARCH, Tool, Tools, custom_input, names_of, readable
 from npu_gptoss.frontend.turn import Part
 from npu_gptoss.harmony.conversation import (
@@ -55,6 +56,7 @@ CALLS = {
     "apply_patch_call": ("apply_patch", "operation"),
 }
 RESULTS = {f"{kind}_output" for kind in ("function_call", "custom_tool_call", *CALLS)} | {"tool_search_output"}
+REFERENCE = "item_reference"
 WITH_TOOLS = {"additional_tools", "tool_search_output"}
 SEARCHES = {"tool_search_call", "tool_search_output"}  # no call_id if OpenAI's servers searched
 LEFT_OUT = {
@@ -74,7 +76,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation without its instructions. names: call id -> function. items: of responses, by id."""
+    """A conversation without its instructions. names: call id -> function. items: of requests and responses, by id."""
 
     turns: Sequence[Message] = ()
     names: Mapping[str, str] = field(default_factory=dict)
@@ -130,10 +132,31 @@ def read_input(
     if not isinstance(items, Sequence):
         raise expected("input", "a text or a list of items", given)
     reader = _Reader(tools, dict(before.names), before.items, find, warnings)
-    turns = list(before.turns)
+    turns, listed = list(before.turns), dict(before.items)
     for number, item in enumerate(items):
-        turns += reader.messages(f"input[{number}]", item)
-    return Conversation(with_preambles(turns), reader.names, before.items)
+        place = f"input[{number}]"
+        item = reader.resolved(place, item)
+        turns += reader.messages(place, item)
+        own = _listed(fields_of(item))
+        listed[own["id"]] = own
+    return Conversation(with_preambles(turns), reader.names, listed)
+
+
+def _kind(fields: Mapping[str, Any]) -> Any:
+    return fields.get("type") or ("message" if "role" in fields else REFERENCE if "id" in fields else None)
+
+
+def _listed(fields: Mapping[str, Any]) -> Json:
+    """Returns an item of a request as `input_items` lists it: with its kind, an id, a status and parts of a message."""
+    kind = _kind(fields)
+    own = {**fields, "type": kind, "status": fields.get("status") or "completed"}
+    if not isinstance(own.get("id"), str) or not own["id"]:
+        own["id"] = new_id("msg" if kind == "message" else "item")
+    if kind == "message" and isinstance(own.get("content"), str):
+        answer = own.get("role") == "assistant"
+        part = {"type": "output_text", "annotations": []} if answer else {"type": "input_text"}
+        own["content"] = [part | {"text": own["content"]}]
+    return own
 
 
 def tools_of(given: Any) -> list[tuple[str, Any]]:
@@ -158,7 +181,7 @@ class _Reader:
 
     def messages(self, place: str, item: Any) -> list[Message]:
         fields = fields_of(item)
-        kind = fields.get("type") or ("message" if "role" in fields else "item_reference" if "id" in fields else None)
+        kind = _kind(fields)
         if kind == "message":
             return self._message(place, fields)
         if kind == "reasoning":
@@ -183,8 +206,6 @@ class _Reader:
             return self._result(place, fields, kind)
         if kind == "mcp_call":
             return self._mcp(place, fields)
-        if kind == "item_reference":
-            return self._referenced(place, fields.get("id"))
         if kind in REFUSED:
             raise ConversationError(f"{place}: {REFUSED[kind]}", place)
         what = "an item of OpenAI's Responses API"
@@ -247,11 +268,16 @@ class _Reader:
         call = tool_call(name, as_text(fields.get("arguments"), f"{place}.arguments"))
         return [call, *([tool_result(name, "\n".join(texts))] if texts else [])]
 
-    def _referenced(self, place: str, name: Any) -> list[Message]:
-        item = (self.items.get(name) or self.find(name)) if isinstance(name, str) else None
-        if item is None:
+    def resolved(self, place: str, item: Any) -> Any:
+        """Returns the stored item that this one refers to, or the item itself."""
+        fields = fields_of(item)
+        if _kind(fields) != REFERENCE:
+            return item
+        name = fields.get("id")
+        found = (self.items.get(name) or self.find(name)) if isinstance(name, str) else None
+        if found is None:
             raise expected(place, "an item itself, or the id of an item of a stored response", name)
-        return self.messages(place, item)
+        return found
 
 
 def _is_text(value: Any) -> bool:

@@ -37,7 +37,8 @@ INCLUDED = {ENCODED := "reasoning.encrypted_content", LOGPROBS := "message.outpu
 READ = {
     *("input", "instructions", "previous_input_messages", "tools", "tool_choice", "parallel_tool_calls", "text"),
     *("reasoning", "reasoning_effort", "include_reasoning", "chat_template_kwargs", "include", "top_logprobs"),
-    *("max_output_tokens", "stop", "include_stop_str_in_output", "enable_response_messages", *STRUCTURE_FIELDS),
+    *("max_output_tokens", "stop", "include_stop_str_in_output", "enable_response_messages", "truncation"),
+    *STRUCTURE_FIELDS,
 }
 # Fields that the engine samples by, under their names.
 PASSED = {
@@ -51,7 +52,7 @@ STORED = {"stream", "background", "store", "previous_response_id", "request_id"}
 # Fields that change nothing here, as OpenAI or vLLM describes them, or that apply to other models only.
 # max_tool_calls counts calls of hosted tools, which this server does not run. The answer repeats some of them.
 WITHOUT_EFFECT = {
-    *("user", "metadata", "service_tier", "truncation", "max_tool_calls", "stream_options", "moderation"),
+    *("user", "metadata", "service_tier", "max_tool_calls", "stream_options", "moderation"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier", "client_metadata"),
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
     *("access_programs", "background_options", "image"),
@@ -131,6 +132,7 @@ def read(
             ),
         ),
         sampling=_sampling(body, include),
+        truncates=body.get("truncation") == "auto",
     )
     return Request(
         asked,

@@ -306,6 +306,25 @@ def without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
     return [m for number, m in enumerate(messages) if number > last or m.channel != "analysis"]
 
 
+def steps(turns: Sequence[Message]) -> list[list[int]]:
+    """Numbers of the turns that a shortened conversation keeps or drops together, oldest first: turns of the assistant
+    in a row with the results of their calls, else each turn alone."""
+    found: list[list[int]] = []
+    calls: dict[str | None, list[int]] = {}  # function -> the step that called it last
+    for number, turn in enumerate(turns):
+        author = turn.author
+        if author.role is Role.TOOL and author.name in calls:
+            calls[author.name].append(number)
+            continue
+        if author.role is Role.ASSISTANT and number and turns[number - 1].author.role is Role.ASSISTANT:
+            found[-1].append(number)
+        else:
+            found.append([number])
+        if author.role is Role.ASSISTANT and turn.recipient is not None:
+            calls[turn.recipient] = found[-1]
+    return found
+
+
 def _function(name: str) -> str:
     return FUNCTIONS + name.removeprefix(FUNCTIONS)
 

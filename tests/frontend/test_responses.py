@@ -12,6 +12,7 @@ from openai.types.responses import Response
 
 from npu_gptoss.frontend import responses
 from npu_gptoss.frontend.response_items import Conversation, encoded
+from npu_gptoss.harmony.encoding import ContextError, Encoder
 from tests.frontend.apis import answered, of_response
 from tests.frontend.conftest import Script, run
 from tests.frontend.events import built, shapes
@@ -237,3 +238,62 @@ def test_a_format_is_not_held_to():
     assert responses.read(body(structured_outputs={"regex": "x"})).asked.structure.fields == {"regex": "x"}
     forced = responses.read(body(tools=[WEATHER], tool_choice="required")).asked
     assert forced.structure.calls
+
+
+def fitted(encoder: Encoder, limit: int, given: list[Any], **fields: Any) -> tuple[str, int]:
+    """Returns the texts that the model reads of the conversation, and the prompt's length."""
+    asked, prompt = responses.read(body(input=given, truncation="auto", **fields)).asked.fitted(encoder, limit)
+    shown = [part for message in asked.turns for part in message.content]
+    return " ".join(getattr(part, "text", None) or part.instructions for part in shown), len(prompt)
+
+
+def call_of(number: int) -> list[dict[str, Any]]:
+    about = {"call_id": f"c{number}"}
+    return [
+        {"type": "function_call", "name": "get_weather", "arguments": f"call{number}", **about},
+        {"type": "function_call_output", "output": f"result{number} " * 20, **about},
+    ]
+
+
+def test_truncation_drops_instructions_the_question_or_half_of_a_call(encoder):
+    """OpenAI's "auto": items go from the beginning. An agent's question is older than its calls."""
+    history = [{"role": "user", "content": "old " * 20}, {"role": "assistant", "content": "said " * 20}]
+    system = {"role": "system", "content": "rules"}
+    given = [*history, system, {"role": "user", "content": "question"}, *call_of(1), *call_of(2), *call_of(3)]
+    whole, length = fitted(encoder, 10_000, given, instructions="obey")
+    want = whole.split()
+    for limit in range(length, 0, -5):
+        try:
+            text, now = fitted(encoder, limit, given, instructions="obey")
+        except ContextError:
+            break
+        words = text.split()
+        assert now < limit
+        assert {"obey", "rules", "question", "call3", "result3"} <= set(words)
+        assert words == [word for word in want if word in set(words)]
+        assert all((f"call{n}" in words) == (f"result{n}" in words) for n in (1, 2))
+        assert ("old" in words) <= ("said" in words) <= ("call1" in words) <= ("call2" in words)
+    assert words == ["obey", "rules", "question", "call3", *["result3"] * 20]
+
+
+def test_truncation_splits_parallel_calls(encoder):
+    (first, output), (second, other) = call_of(1), call_of(2)
+    given = [USER, first, second, other, output, {"role": "user", "content": "question"}]
+    length = fitted(encoder, 10_000, given)[1]
+    assert fitted(encoder, length - 20, given)[0].split() == ["question"]
+
+
+def test_truncation_leaves_no_room_for_the_answer(encoder):
+    given = [{"role": "user", "content": f"{number} " * 20} for number in range(40)]
+    for most, room in ((300, 300), (5000, 400)):
+        assert 0 <= 800 - room - fitted(encoder, 800, given, max_output_tokens=most)[1] < 60
+
+
+@pytest.mark.parametrize("last", ["word " * 900, " " * 200_000])
+def test_truncation_cuts_the_newest_turn(encoder, last):
+    given = [USER, {"role": "user", "content": last}]
+    with pytest.raises(ContextError):
+        fitted(encoder, 800, given)
+    assert "hi" in fitted(encoder, 800, [{"role": "user", "content": last}, USER])[0]
+    with pytest.raises(ContextError):
+        responses.read(body(input=[*given, USER])).asked.fitted(encoder, 800)

@@ -73,12 +73,15 @@ def encoder_of(serving: Any) -> Encoder:
     return made
 
 
-async def prompt_of(serving: Any, asked: Asked) -> list[int]:
-    """Raises ConversationError if harmony cannot write the request or the context cannot hold it."""
+async def prompt_of(serving: Any, asked: Asked) -> tuple[Asked, list[int]]:
+    """Returns the request as the model reads it, and its prompt.
+
+    Raises ConversationError if harmony cannot write the request or the context cannot hold it.
+    """
     encoder, limit = encoder_of(serving), release().max_model_len(serving)
     if encoder.characters(asked.turns) + asked.tools.characters <= IN_THE_LOOP:
-        return asked.prompt(encoder, limit)
-    return await asyncio.to_thread(asked.prompt, encoder, limit)
+        return asked.fitted(encoder, limit)
+    return await asyncio.to_thread(asked.fitted, encoder, limit)
 
 
 @dataclass
@@ -162,7 +165,10 @@ async def start(
     if plain is None:
         plain = names.ChatCompletionRequest.model_validate(asked.sampling | {"messages": PLACEHOLDER, "stream": stream})
     here.preflight(serving, plain.n or 1)
-    prompt = here.reused_prompt(serving, plain) or await prompt_of(serving, asked)
+    prompt, said = here.reused_prompt(serving, plain), len(asked.warnings)
+    if not prompt:
+        asked, prompt = await prompt_of(serving, asked)
+    _warn(raw_request, asked.warnings[said:])
     params = here.sampling(serving, plain, len(prompt))
     keywords = await _hold(serving, params, asked, raw_request)
     _make_deltas(params, asked, plain)
@@ -189,11 +195,15 @@ async def _hold(serving: Any, params: Any, asked: Asked, raw_request: Any) -> di
             first = first or refusal
             continue
         if first is not None:
-            from npu_gptoss.serving.openai.intake import warn
-
-            warn(raw_request, [f"the schemas of tools are enforced in part: {first.message}"])
+            _warn(raw_request, [f"the schemas of tools are enforced in part: {first.message}"])
         return keywords
     raise first
+
+
+def _warn(raw_request: Any, warnings: Sequence[str]) -> None:
+    from npu_gptoss.serving.openai.intake import warn
+
+    warn(raw_request, warnings)
 
 
 async def _hold_to(serving: Any, params: Any, asked: Asked) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _path(place: Sequence[Any], body: Any) -> list[Any]:
     """Drops names of types that pydantic tried: parts that are no key or index of the body, except the last."""
     path: list[Any] = []
     for number, part in enumerate(place):
-        if part == "body" and number == 0:
+        if part in ("body", "query") and number == 0:
             continue
         if (isinstance(body, Mapping) and part in body) or (
             isinstance(body, Sequence) and not isinstance(body, str) and isinstance(part, int) and part < len(body)

@@ -12,10 +12,12 @@ import json
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from npu_gptoss.frontend import responses
 from npu_gptoss.frontend.response_items import Conversation
+from npu_gptoss.serving.admission.refusal import shown
 from npu_gptoss.serving.openai import intake
 from npu_gptoss.serving.openai.engine import Started, encoder_of, facts_of, start, use
 from npu_gptoss.serving.openai.errors import (
@@ -74,6 +76,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
             return refused(NO_BACKGROUND, "background", kind=INVALID)
         intake.warn(raw_request, wanted.asked.warnings)
         started = await start(self, wanted.asked, request.request_id, raw_request, stream=wanted.stream)
+        wanted = replace(wanted, asked=started.asked)
         answer = responses.Answer(wanted, _facts(started, wanted), started.turn())
     except of_the_request() as error:
         return refusal(error)
@@ -95,7 +98,9 @@ async def count(self: Any, body: Mapping[str, Any]) -> Any:
     if (error := _without_output(self, body.get("previous_response_id"))) is not None:
         return error
     try:
-        tokens = await asyncio.to_thread(_read(self, body).asked.prompt, encoder_of(self))
+        asked = _read(self, body).asked
+        limit = release().max_model_len(self) if asked.truncates else None
+        _, tokens = await asyncio.to_thread(asked.fitted, encoder_of(self), limit)
     except of_the_request() as error:
         return refusal(error)
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
@@ -135,6 +140,19 @@ def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
         servers = self.engine_client.vllm_config.parallel_config._api_process_count
         hint = SERVERS_HINT.format(servers) if servers > 1 else ""
     return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
+
+
+def input_items(self: Any, response_id: str, order: str, limit: int, after: str | None) -> Any:
+    """Returns a page of the items that the model read before this response, those of earlier responses too."""
+    if (response := self.response_store.get(response_id)) is None or not intake.is_ours(self):
+        return not_found(self, response_id)
+    items = response.inputs if order == "asc" else dict(reversed(response.inputs.items()))
+    if after is not None and after not in items:
+        return refused(f"after: expected the id of an item of the response, got {shown(after)}.", "after", kind=INVALID)
+    first = 0 if after is None else [*items].index(after) + 1
+    page = [*items.values()][first : first + limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": first + limit < len(items)}
 
 
 def replay(self: Any, response_id: str, starting_after: int | None = None) -> Any:
@@ -239,6 +257,7 @@ class _Work:
         """Stores the response, if requested, as an object of vLLM's class. A cancelled response stays cancelled."""
         serving = self.serving
         response = printing(names.ResponsesResponse).of(body, id=body["id"], status=body["status"])
+        response.__dict__["inputs"] = self.answer.request.history.items
         if not self.answer.facts.stored:
             return response
         async with serving.response_store_lock:

@@ -1,14 +1,14 @@
-"""Routes of OpenAI's that vLLM lacks: one model by its name (`models.retrieve`), and the end of a stored response."""
+"""Routes of OpenAI's that vLLM lacks: one model by its name (`models.retrieve`), input and end of a stored response."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import Request
+from fastapi import Query, Request
 
 from npu_gptoss.serving.openai.errors import refused
 from npu_gptoss.serving.openai.intake import as_json
-from npu_gptoss.serving.openai.responses import not_found
+from npu_gptoss.serving.openai.responses import input_items, not_found
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -22,6 +22,16 @@ def add_routes(app: FastAPI) -> None:
         if found is None:
             return as_json(refused(f"The model `{name}` does not exist.", "model", 404, "NotFoundError"))
         return as_json(found.model_dump())
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(
+        response_id: str,
+        raw_request: Request,
+        order: Literal["asc", "desc"] = "desc",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+    ) -> Any:
+        return as_json(input_items(raw_request.app.state.openai_serving_responses, response_id, order, limit, after))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(response_id: str, raw_request: Request) -> Any:

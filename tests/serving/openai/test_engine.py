@@ -304,3 +304,21 @@ def test_idle_connection_stays_open_longer_than_clients_keep_theirs(server: Serv
         time.sleep(7)
         connection.request("GET", "/ping")
         assert connection.getresponse().read() == b""
+
+
+def test_truncated_prompt_is_refused_or_truncation_goes_unsaid(server: Server) -> None:
+    history = [{"role": "user", "content": f"old{n} " + "word " * 300} for n in range(60)]
+    fields = {"input": [*history, {"role": "user", "content": ANSWER}], "enable_response_messages": True}
+    answer = server.respond(**fields, truncation="auto")
+    assert answer.status == 200, answer.text
+    assert of_response(answer.json)[0] == "Four."
+    shown = json.dumps(answer.json["input_messages"])
+    read = [n for n in range(60) if f"old{n} " in shown]
+    assert read == [*range(read[0], 60)]
+    assert 300 * len(read) < answer.json["usage"]["input_tokens"] < 310 * len(read) + 200
+    assert (answer.json["truncation"], answer.json["usage"]["input_tokens"] < MAX_LEN) == ("auto", True)
+    assert "truncation" in answer.headers["x-npu-gptoss-warning"]
+    bodies = [{"model": NAME, "input": fields["input"], "truncation": kind} for kind in (None, "auto")]
+    whole, cut = [server.post("/v1/responses/input_tokens", body).json["input_tokens"] for body in bodies]
+    assert (whole > MAX_LEN, cut) == (True, answer.json["usage"]["input_tokens"])
+    assert server.respond(**fields).error["code"] == "context_length_exceeded"

@@ -54,7 +54,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, library: Any, encoder: Any) -> Any:
         params = dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens"))
         return types.SimpleNamespace(
             serving=made, name=name, model="m", prompt=[1], plain=plain, params=types.SimpleNamespace(**params),
-            outputs=steps(), step=lambda step: step, turn=lambda: asked.turn(encoder), whole=True,
+            outputs=steps(), step=lambda step: step, asked=asked, turn=lambda: asked.turn(encoder), whole=True,
         )  # fmt: skip
 
     for module in (chat, responses):

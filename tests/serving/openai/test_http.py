@@ -385,3 +385,73 @@ def test_a_stored_response_cannot_be_deleted(server: Server) -> None:
     assert requests.delete(url, timeout=60).json() == {"id": name, "object": "response", "deleted": True}
     assert [ask(url, timeout=60).status_code for ask in (requests.get, requests.delete)] == [404, 404]
     assert server.respond(ANSWER, previous_response_id=name).status == 404
+
+
+def listed(server: Server, name: str, **query: Any) -> Any:
+    return requests.get(f"{server.url}/v1/responses/{name}/input_items", query, timeout=60).json()
+
+
+def test_input_of_a_stored_response_cannot_be_listed(server: Server) -> None:
+    call = {"type": "function_call", "name": "bash", "arguments": "{}", "call_id": "c"}
+    output = {"type": "function_call_output", "output": "18", "call_id": "c"}
+    said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}], "id": "msg_mine"}
+    first = server.respond(input=[said, call, output, USER], instructions="Be brief.").json
+    page = listed(server, first["id"], order="asc")
+    assert [item["type"] for item in page["data"]] == ["message", "function_call", "function_call_output", "message"]
+    assert page["data"][0] == said | {"status": "completed"}
+    assert {**page["data"][2], **output} == page["data"][2]
+    assert page["data"][3]["content"] == [{"type": "input_text", "text": ANSWER}]
+    ids = [item["id"] for item in page["data"]]
+    assert len(set(ids)) == 4
+    assert (page["object"], page["first_id"], page["last_id"], page["has_more"]) == ("list", ids[0], ids[3], False)
+    newest = listed(server, first["id"], limit=3)
+    assert ([item["id"] for item in newest["data"]], newest["has_more"]) == (ids[:0:-1], True)
+    rest = listed(server, first["id"], limit=3, after=newest["last_id"])
+    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (ids[:1], False)
+    empty = listed(server, first["id"], after=rest["last_id"])
+    assert (empty["data"], empty["first_id"], empty["last_id"], empty["has_more"]) == ([], None, None, False)
+    second = server.respond(ANSWER, previous_response_id=first["id"], stream=True).events[-1]["response"]
+    want = [*ids, *(item["id"] for item in first["output"])]
+    page = listed(server, second["id"], order="asc")
+    assert [item["id"] for item in page["data"]][:-1] == want
+    third = server.respond(input=[{"type": "item_reference", "id": ids[3]}], enable_response_messages=True).json
+    assert "Four." in json.dumps(third["input_messages"])
+    assert [item["id"] for item in listed(server, third["id"])["data"]] == ids[3:]
+
+
+def test_input_of_a_response_that_failed_or_runs_cannot_be_listed(server: Server) -> None:
+    for stream in (False, True):
+        made = server.respond(ANSWER + ERROR, background=True, stream=stream)
+        name = made.events[0]["response"]["id"] if stream else made.json["id"]
+        (item,) = listed(server, name)["data"]
+        assert item["content"] == [{"type": "input_text", "text": ANSWER + ERROR}]
+
+
+def test_input_items_that_cannot_be_listed_are_refused(server: Server) -> None:
+    name = server.respond(ANSWER).json["id"]
+    for query in ({"limit": 0}, {"limit": 101}, {"limit": "x"}, {"order": "up"}, {"after": "msg_none"}):
+        assert listed(server, name, **query)["error"]["param"] == next(iter(query))
+    requests.delete(f"{server.url}/v1/responses/{name}", timeout=60)
+    for unknown in (name, "resp_none", server.respond(ANSWER, store=False).json["id"]):
+        assert (listed(server, unknown)["error"]["code"], unknown in listed(server, unknown)["error"]["message"]) == (
+            404,
+            True,
+        )
+
+
+def test_path_that_the_server_lacks_is_answered_in_another_form(server: Server) -> None:
+    """Clients of OpenAI's API read `error`; FastAPI's own answer has `detail`."""
+    for method, path, status in (
+        ("POST", "/v1/responses/compact", 405),
+        ("GET", "/v1/nothing", 404),
+        ("PUT", "/v1/chat/completions", 405),
+        ("GET", "/v1/messages", 405),
+    ):
+        answer = requests.request(method, server.url + path, timeout=60)
+        error = answer.json()["error"]
+        assert (answer.status_code, path in error["message"]) == (status, True)
+        assert ("allow" in answer.headers) == (status == 405)
+        if path == "/v1/messages":
+            assert answer.json()["type"] == "error"
+        else:
+            assert (error["code"], error["param"]) == (status, None)

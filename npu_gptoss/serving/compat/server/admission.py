@@ -183,8 +183,10 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     """`others` exist since 0.23: the supported tasks and the model's configuration."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
+    from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.middleware.cors import CORSMiddleware
+    from starlette.responses import Response
     from vllm import envs as vllm_envs
 
     from npu_gptoss.serving import tokenizer_file
@@ -222,6 +224,14 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
         handlers |= dict.fromkeys(MISREAD, handlers[Exception]) | handlers
     for kind, handler in list(handlers.items()):
         handlers[kind] = as_chats_do(handler)
+
+    @app.exception_handler(HTTPException)  # of the router: vLLM handles FastAPI's
+    async def unknown_route(request: Any, error: Any) -> Any:
+        route, allowed = route_path(request.scope), error.headers and error.headers.get("allow")
+        said = {404: "this server has no such route", 405: f"this route takes {allowed}"}
+        said = f"{request.method} {escaped(route, 200)}: {said.get(error.status_code, error.detail)}."
+        refusal = Refusal(said, status=HTTPStatus(error.status_code))
+        return Response(refusal.body(route), error.status_code, error.headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
     async def misread_request(request: Any, error: Any) -> Any:
