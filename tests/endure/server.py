@@ -71,7 +71,7 @@ class Stack:
     @property
     def rounds(self) -> bool:
         """True where a batch may turn a near-tie: the arithmetic of a row depends on the others there."""
-        return self.stack == "cuda"
+        return self.stack == "cuda" or self.stack in EMULATED  # there in products of one row, in fp32
 
     @property
     def sleeps(self) -> bool:
