@@ -86,8 +86,11 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         raise EmulationError(f"there is no program {command[0]!r} in the emulated environment or on this machine.")
     if machine.trace is not None:
-        machine.trace.parent.mkdir(parents=True, exist_ok=True)
-        machine.trace.write_text("")
+        try:
+            machine.trace.parent.mkdir(parents=True, exist_ok=True)
+            machine.trace.write_text("")
+        except OSError as error:
+            raise EmulationError(f"--trace {machine.trace}: {error.strerror}. Name another file.") from None
     os.execve(program, [program, *command[1:]], variables)
     return 1
 

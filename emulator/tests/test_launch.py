@@ -217,6 +217,8 @@ def test_nothing_to_run_and_unknown_programs_are_refused(venv: Path, monkeypatch
     monkeypatch.setattr(command, "prepare", lambda venv: None)
     with pytest.raises(EmulationError, match="no-such-program"):
         command.run(parse("--", "no-such-program"))
+    with pytest.raises(EmulationError, match="--trace"):
+        command.run(parse("--trace", str(venv / launch.FOLDER / "lib/manifest.json/x"), "--", "true"))
 
 
 @pytest.mark.emulated

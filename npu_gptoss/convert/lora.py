@@ -147,8 +147,9 @@ def adapter_of(
         first = next(iter(factors.values())).name
         if len(found) != 1:
             shapes = " and ".join(str(list(tensor.shape)) for tensor in factors.values())
-            what = "is of a square matrix, and nothing tells its input" if fits[module] else f"fits no tensor: {shapes}"
-            raise _wrong(directory, f"{first} {what}", first)
+            if fits[module]:
+                raise _wrong(directory, f"{first} is of a square matrix, and nothing tells its input", first)
+            raise _wrong(directory, f"{first} fits no tensor of IN: {shapes}", first, "Give the base of its training.")
         names = unwrapped(module), found[0].name
         patterns = settings.get("alpha_pattern") or {}  # as peft's get_pattern_key reads them
         key = next((key for key in patterns if any(re.match(rf"(.*\.)?({key})$", name) for name in names)), None)

@@ -120,7 +120,7 @@ def convert(job: Job, *, progress: bool = True) -> int:
             job.out.rmdir()  # hours later a mounted folder would give its name to no other
     except OSError as error:
         said = f"{job.out}: expected a folder that is new, or empty and not mounted, but {reason(error)}"
-        raise InputError(f"{said}. Name another, such as a new one in it, or delete it.", field="OUT") from None
+        raise InputError(f"{said}. Name another, such as a new one in it.", field="OUT") from None
     with _words(job), _locked(job), one_thread():  # experts are shared out to the cores
         done = _resumed(job)
         shards, before = job.shards, len(done)

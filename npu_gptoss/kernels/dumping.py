@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from npu_gptoss import __version__, envs
+from npu_gptoss.errors import InputError
+from npu_gptoss.files import reason
 from npu_gptoss.kernels.profiling import watch
 
 VARIABLE = "NPU_GPTOSS_DUMP"
@@ -31,15 +33,21 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Watches every kernel call of this process if the variable names a folder."""
+    """Watches every kernel call of this process if the variable names a folder. Raises InputError if none can be
+    made of that name."""
     if folder := envs.get(VARIABLE):
-        watch(Dump(Path(folder)))
+        try:
+            watch(Dump(Path(folder)))
+        except OSError as error:
+            said = f"expected a folder that can be written, but {reason(error)}; give another"
+            raise InputError(f"{VARIABLE}={folder}: {said}", field=VARIABLE) from None
 
 
 class Dump:
     """An observer of kernel calls that writes each call to a file."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._calls = 0
         self._files: deque[Path] = deque()
@@ -53,19 +61,26 @@ class Dump:
             kept = with_touched_experts(with_named_blocks(arguments))
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors(kept))
             if size > MOST_BYTES:
-                if name not in self._skipped:
-                    logger.warning("%s is not dumped: its arguments take %d MiB", name, size >> 20)
-                self._skipped.add(name)
+                self._skip(name, f"its arguments take {size >> 20} MiB")
                 return
             content = {"format": FORMAT, "npu_gptoss": __version__, "kernel": name, "arguments": encoded(kept)}
         path = self._folder / f"{os.getpid()}-{self._calls:08}-{name}.pt"
-        self._folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        torch.save(content, part)
-        part.replace(path)
+        try:
+            torch.save(content, part)
+            part.replace(path)
+        except (OSError, RuntimeError) as error:  # torch's own for a full disk; a server goes on
+            part.unlink(missing_ok=True)
+            self._skip(name, str(error).partition("\n")[0])
+            return
         self._files.append(path)
         if len(self._files) > MOST_FILES:
             self._files.popleft().unlink(missing_ok=True)
+
+    def _skip(self, name: str, why: str) -> None:
+        if name not in self._skipped:
+            logger.warning("%s is not dumped: %s", name, why)
+        self._skipped.add(name)
 
 
 def _capturing() -> bool:

@@ -162,7 +162,8 @@ class DenseInputs:
         if self.edges:
             best = (normed[::2].float() @ weight.float().T).argmax(-1)
             weight[(best + vocab // 3) % vocab] = weight[best]
-            normed[1:2, 0] = math.nan
+            # oneDNN with AMX lets the first values of a row reach the row before where `hidden % 32` is not 0
+            normed[1:2, -1 if hidden % 32 else 0] = math.nan
         noise = (16 * self._floats(rows, vocab)).round() / 8 if self.delta else None
         return {"normed": normed, "weight": weight, "noise": noise}
 

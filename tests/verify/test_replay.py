@@ -176,6 +176,25 @@ def test_folder_keeps_the_newest_calls_and_none_that_is_too_large(
     assert "is not dumped" in caplog.text
 
 
+def test_full_disk_leaves_a_call_out_and_the_server_running(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    def full(content: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    Dump(tmp_path)("moe.route.small_ops", {"logits": torch.zeros(2, 8), "top_k": 4})
+    assert not list(tmp_path.iterdir())
+    assert "No space left" in caplog.text
+
+
+def test_place_that_can_be_no_folder_is_refused_at_the_start(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NPU_GPTOSS_DUMP", str(tmp_path / "file"))
+    with pytest.raises(InputError) as refused:
+        dumping.install()
+    assert refused.value.field == "NPU_GPTOSS_DUMP"
+
+
 CRASH = """
 import os, sys, torch
 from npu_gptoss.kernels.registry import registry
@@ -198,7 +217,7 @@ def test_file_without_a_call_is_refused_in_a_sentence(tmp_path: Path, capsys: An
     file = tmp_path / "x.pt"
     assert main(["verify", "--device", "cpu", "--replay", str(file)]) == 2
     assert "there is no such file; NPU_GPTOSS_DUMP=DIR" in capsys.readouterr().err
-    for content in (b"no", b""):
+    for content in (b"no", b"", b"root:x:0:0:"):
         file.write_bytes(content)
         assert main(["verify", "--device", "cpu", "--replay", str(file)]) == 2
         assert "expected a kernel call that NPU_GPTOSS_DUMP wrote" in capsys.readouterr().err
