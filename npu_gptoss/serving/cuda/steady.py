@@ -191,7 +191,7 @@ class SteadySteps:
             self._append(requests.new_block_ids)
         if not self._entered:
             self._enter()
-        if runner.lora_config:  # another request may have put its adapter in the place of one of these
+        if self._model.num_active_loras:  # another request may have put its adapter in the place of one of these
             ones = np.ones(batch.num_reqs, dtype=np.int32)
             runner._set_active_loras(*runner.lora_state.make_lora_inputs(batch.req_ids, batch.idx_mapping_np, ones))
         runner.cudagraph_manager.run_fullgraph(self._model)

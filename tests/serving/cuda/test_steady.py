@@ -85,7 +85,7 @@ class Runner:
         self.sampler = PlainSampler.of(Sampler(config, REQUESTS, VOCABULARY, CPU, self.req_states), self.model)
         self.model_state = Having(num_new_sampled_tokens_per_step=1, postprocess_state=lambda *_: None)
         self.cudagraph_manager, self.execute_model_state = self, None
-        self.lora_config, self.lora_state, self.assigned = None, LoraState(REQUESTS), []
+        self.lora_state, self.assigned = LoraState(REQUESTS), []
         self.hidden_states = torch.zeros(REQUESTS, HIDDEN).bfloat16()
         self.computed, self.blocks = {}, iter(range(1, 999))
         for index, options in enumerate(wanted):
@@ -209,7 +209,6 @@ def test_steady_steps_with_adapters_replay_their_graph_and_assign_them_anew():
     """vLLM may have put another adapter in the place of one of these between two steps."""
     runner = Runner(GREEDY, GREEDY, GREEDY)
     adapter = LoRARequest("one", 3, "one")
-    runner.lora_config = "adapters"
     runner.lora_state.add_request("r1", runner.req_states.req_id_to_index["r1"], adapter)
     with_adapter = runner.dispatch(3, 3, 1, 1, max_query_len=1)
     steps, ran, run = steady(runner), [], runner.run_fullgraph
