@@ -74,6 +74,8 @@ def test_second_server_does_not_share_the_port(patched: Any) -> None:
         port = first.getsockname()[1]
         with pytest.raises(SystemExit, match=f"127.0.0.1 port {port}: Address already in use"):
             api_server.create_server_socket(("127.0.0.1", port))
+        with pytest.raises(SystemExit, match="port must be 0-65535"):
+            api_server.create_server_socket(("127.0.0.1", 99999))
 
 
 @not_0_33

@@ -142,6 +142,8 @@ def test_vllm_reports_a_failed_start_by_the_known_records() -> None:
         ),
         (KeyError("invalid tool call parser: x (chose from { openai })"), "Use --tool-call-parser openai"),
         (RuntimeError("R1 reasoning parser could not locate its tokens!"), "its tokens. Use --tool-call-parser openai"),
+        (ValueError("provide the model as a positional argument or in a config file"), "without --model"),
+        (ValueError("max_model_len (9) is greater than the derived max_model_len (8)"), "Use a --max-model-len of"),
         (AttributeError("'int' object has no attribute 'items'"), "Give an object in braces"),
         (AssertionError(("only ray or mp, got %s", "x")), "only ray or mp, got x. "),
     ],

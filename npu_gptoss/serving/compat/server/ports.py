@@ -70,9 +70,9 @@ def install_port(api_server: ModuleType) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(addr)
-            except OSError as error:
+            except (OSError, OverflowError) as error:  # the second: above 65535
                 raise SystemExit(
                     f"vllm serve: the server cannot listen on {addr[0] or 'any address'} port {addr[1]}: "
-                    f"{error.strerror}. Choose another with --port, or another address with --host."
+                    f"{getattr(error, 'strerror', error)}. Choose another with --port, or another address with --host."
                 ) from None
         return original(addr)

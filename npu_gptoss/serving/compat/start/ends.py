@@ -63,6 +63,7 @@ REMEDIES = (
     (r"Repo id must|repository ID|valid model identifier|appear to have", _PATH),
     (r"(?i:address) already in use", "Stop the other server, or choose another --port"),
     (r"infer device type", _PLUGINS),
+    (r"greater than the derived max_model_len", "Use a --max-model-len of at most the derived one"),
     (r"sliding window", "Leave out --disable-sliding-window"),
     (r"not supported for quantization method", "Use --dtype bfloat16"),
     (r"[Qq]uantization (method|is currently)", "Leave out --quantization: the checkpoint's own format is served"),
@@ -73,6 +74,7 @@ REMEDIES = (
     (r"died (unexpectedly|with exit code)", "Read its last log lines; if it has none, memory may have run out"),
     (r"(?i)(reasoning|tool[ -]call)[ -]parser", _PARSERS),
     (r"values to unpack", "Give an option that names a class its module too, as in `package.module.Class`"),
+    (r"as a positional argument", "Name the model right behind `vllm serve`, without --model"),
     (r"object has no attribute 'items'|while (parsing|scanning)|[Cc]onfig file", _YAML),
     (r"divisible by tensor parallel", "Use a --tensor-parallel-size that divides it"),
     (
