@@ -39,7 +39,7 @@ def install() -> None:
         try:
             watch(Dump(Path(folder)))
         except OSError as error:
-            said = f"expected a folder that can be written, but {reason(error)}; give another"
+            said = f"expected a folder that can be written, but {reason(error)}. Give another."
             raise InputError(f"{VARIABLE}={folder}: {said}", field=VARIABLE) from None
 
 

@@ -155,6 +155,14 @@ def test_a_reason_is_one_line_with_a_remedy(error: Exception, words: str) -> Non
     assert re.search(r"\w\.$", said)
 
 
+def test_a_variable_or_file_that_python_does_not_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4GB")
+    monkeypatch.setattr(sys, "argv", ["/bin/sh", "serve", "--uds=/missing/socket"])
+    assert "VLLM_CPU_KVCACHE_SPACE" in ends.sentence(ValueError("invalid literal for int() with base 10: '4GB'"))
+    assert "/missing/socket" in ends.sentence(FileNotFoundError(2, "No such file or directory"))
+    assert "/missing" not in ends.sentence(FileNotFoundError(2, "No such file or directory", "/other"))
+
+
 class Failing(BaseModel):
     value: int
 

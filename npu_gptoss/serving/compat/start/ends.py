@@ -229,6 +229,17 @@ def _ours(error: BaseException) -> bool:
     return isinstance(error, InputError) or any(isinstance(one, InputError) for one in causes(error))
 
 
+def _about(error: BaseException, text: str) -> str:
+    """The variables or paths that an error of Python's does not name, as of `int("x")` or a socket without a folder."""
+    names: list[str] = []
+    if found := re.search(r"(?:invalid literal for int|could not convert string to float).*: '(.*)'$", text):
+        names = [name for name, value in os.environ.items() if value == found[1]]
+    elif isinstance(error, FileNotFoundError) and not error.filename:
+        paths = (word.rpartition("=")[2] for word in sys.argv)
+        names = [path for path in paths if path.startswith("/") and not os.access(path, os.F_OK)]
+    return "".join(f"{short(name)}: " for name in names)
+
+
 def sentence(error: BaseException) -> str:
     """Returns why a start failed, and what to do."""
     inner = dict.fromkeys(map(_words, causes(error)))
@@ -241,4 +252,4 @@ def sentence(error: BaseException) -> str:
     text = re.sub(r" ?Please (raise|open|file|report) [^.]*\.?", "", text)
     found = ((re.search(pattern, text), remedy) for pattern, remedy in REMEDIES)
     remedy = next((match.expand(remedy) for match, remedy in found if match), REMEDY)
-    return f"{short(text, _LONGEST).rstrip('.!')}. {remedy}."
+    return f"{_about(error, text)}{short(text, _LONGEST).rstrip('.!')}. {remedy}."
