@@ -14,7 +14,6 @@ SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of se
 ENGINE = "vllm.entrypoints.openai.serving_engine"
 SERVING_0_23 = "vllm.entrypoints.openai.engine.serving"
 SERVING = "vllm.entrypoints.generate.base.serving"  # of 0.33
-COMPLETIONS = "vllm.entrypoints.openai.completion.serving"  # of 0.33
 PARSERS = "vllm.parser.abstract_parser"  # of 0.33
 SAMPLING_PARAMS = "vllm.sampling_params"
 SCHEDULER = "vllm.v1.core.sched.scheduler"

@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.harmony.encoding import ContextError, check_length
-from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import Original, around, either, expect_source, repair
 from npu_gptoss.serving.compat.server.shutdown import engine_ended, is_final, stopping_error
-from npu_gptoss.serving.compat.targets import COMPLETIONS, ENGINE, SERVING, SERVING_0_23
+from npu_gptoss.serving.compat.targets import ENGINE, SERVING, SERVING_0_23
 
 STREAM_ERROR = "create_streaming_error_response"
 BEGINNING = "This model's maximum context length is "
@@ -72,54 +72,6 @@ def install_pauses(module: ModuleType) -> None:
         original(self, finish_reason, request_id)
         if finish_reason == "abort":  # a client that left hears nothing
             raise stopping_error()()
-
-
-quoted: Callable[[str], str] = json.encoder.encode_basestring  # as pydantic writes a text
-PLAIN = {"index", "text"}  # what a choice has besides nulls while a text goes on
-
-
-@repair(
-    "completion-chunks",
-    f"{COMPLETIONS}:CompletionStreamResponse CompletionResponseStreamChoice",
-    releases="0.33",
-    until="vLLM writes chunks as fast",
-)
-def install_chunks(module: ModuleType) -> None:
-    """Pydantic writes each token: a fifth of the server's time."""
-    expect_source(
-        module.OpenAIServingCompletion.completion_stream_generator,
-        'chunk = CompletionStreamResponse( id=request_id, object="text_completion", created=created_time, '
-        "model=model_name, choices=[ CompletionResponseStreamChoice( index=i, text=delta_text,",
-        "response_json = chunk.model_dump_json(exclude_unset=True)",
-    )
-
-    class Choice(dict[str, Any]):
-        """The fields of a choice."""
-
-    class Chunk:
-        """A chunk, or vLLM's own where there is more to it than a text."""
-
-        def __init__(self, **fields: Any) -> None:
-            vars(self).update(fields)
-
-        def model_dump_json(self, **options: bool) -> str:
-            fields = vars(self)
-            if options == {"exclude_unset": True} and fields.keys() == whole and fields["kv_transfer_params"] is None:
-                (choice,) = fields["choices"]
-                nulls = [name for name, value in choice.items() if value is None]
-                if len(nulls) + len(PLAIN) == len(choice):
-                    more = "".join(f',"{name}":null' for name in nulls)
-                    return (
-                        f'{{"id":{quoted(fields["id"])},"object":"text_completion","created":{fields["created"]},'
-                        f'"model":{quoted(fields["model"])},"choices":[{{"index":{choice["index"]},'
-                        f'"text":{quoted(choice["text"])}{more}}}],"kv_transfer_params":null}}'
-                    )
-            choices = [of_choice(**choice) for choice in fields["choices"]]
-            return of_chunk(**{**fields, "choices": choices}).model_dump_json(**options)
-
-    whole = {"id", "object", "created", "model", "choices", "kv_transfer_params"}
-    of_choice = replace(module, "CompletionResponseStreamChoice", Choice)
-    of_chunk = replace(module, "CompletionStreamResponse", Chunk)
 
 
 Handler = Callable[[Any, Any], Any]
