@@ -61,10 +61,10 @@ def test_steps_are_counted_without_an_option_and_vllm_prints_no_table() -> None:
     count_steps(SimpleNamespace(observability_config=observed))
     assert observed.cudagraph_metrics, "the engines get the configuration now"
     model = SimpleNamespace(served_model_name="unasked", hf_config=SimpleNamespace(model_type="gpt_oss"))
-    for _ in range(2):  # as many as there are engines
-        metrics.StatLogger(SimpleNamespace(model_config=model, observability_config=observed), 0)
+    for number in range(2):  # as many as there are engines
+        metrics.StatLogger(SimpleNamespace(model_config=model, observability_config=observed), number)
     assert not observed.cudagraph_metrics
-    assert value("tokens", "unasked", mode="full") == 0
+    assert [value("tokens", "unasked", mode="full", engine=number) for number in "01"] == [0, 0]
 
 
 def test_kernels_travel_behind_the_mode_of_a_step_unseen_by_vllm() -> None:

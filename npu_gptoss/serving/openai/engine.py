@@ -171,7 +171,7 @@ async def start(
     _warn(raw_request, asked.warnings[said:])
     params = here.sampling(serving, plain, len(prompt))
     keywords = await _hold(serving, params, asked, raw_request)
-    _make_deltas(params, asked, plain)
+    _make_deltas(params, asked)
     if raw_request is not None:
         raw_request.state.request_metadata = names.RequestResponseMetadata(request_id=name)
     keywords |= here.scheduling(serving, plain, raw_request)
@@ -216,13 +216,13 @@ async def _hold_to(serving: Any, params: Any, asked: Asked) -> dict[str, Any]:
     return keywords
 
 
-def _make_deltas(params: Any, asked: Asked, plain: Any) -> None:
+def _make_deltas(params: Any, asked: Asked) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     if asked.reading.stop:  # also for whole answers, so that they end at the stop string
         params.output_kind = RequestOutputKind.DELTA
-    if not plain.logprobs and not params.stop and params.prompt_logprobs is None:
-        params.detokenize = False  # vLLM's text is not used
+    if params.prompt_logprobs is None:  # they have vLLM's text, which nothing else uses
+        params.detokenize = False
 
 
 def use(raw_request: Any, counts: Mapping[str, int]) -> None:

@@ -40,6 +40,8 @@ def test_structure_reaches_the_engine(server: Server, name: str) -> None:
         assert is_told(told["structured_outputs"], *want), told["structured_outputs"]
     if server.release == "0.23" and want:  # a completion has no reasoning to wait for
         assert told["reasoning_ended"] == (api == "completions")
+    if server.release == "0.33" and want:  # the structure begins with the reasoning
+        assert told["reasoning_ended"]
 
 
 PARTS = {"allOf": [{"type": "object", "properties": {n: {"type": "string"}}, "required": [n]} for n in ("a", "b")]}
@@ -322,3 +324,24 @@ def test_truncated_prompt_is_refused_or_truncation_goes_unsaid(server: Server) -
     whole, cut = [server.post("/v1/responses/input_tokens", body).json["input_tokens"] for body in bodies]
     assert (whole > MAX_LEN, cut) == (True, answer.json["usage"]["input_tokens"])
     assert server.respond(**fields).error["code"] == "context_length_exceeded"
+
+
+def test_header_or_field_that_schedules_a_request_is_lost(server: Server) -> None:
+    """vLLM 0.33 reads them: replicas behind a router, and servers with --scheduling-policy priority."""
+    if server.release != "0.33":
+        pytest.skip("of vLLM 0.33")
+    text = f"<|channel|>final<|message|>{TOLD}<|return|>"
+    body = {"model": NAME, "input": text}
+    for fields, headers in (({"session_id": "s1"}, {}), ({}, {"X-Session-ID": "s1"})):
+        told = server.post("/v1/responses", body | fields, **headers, **{"X-Vllm-Priority": "3"}).json
+        told = json.loads(told["output"][0]["content"][0]["text"])
+        assert (told["session_id"], told["priority"]) == ("s1", 3)
+
+
+def test_clients_own_tag_becomes_another_grammar(server: Server) -> None:
+    if server.release != "0.33":
+        pytest.skip("of vLLM 0.33")
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    told = server.told({"structured_outputs": {"structural_tag": json.dumps(tag)}})["structured_outputs"]
+    assert json.dumps(schema) in told["structural_tag"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import types
 import weakref
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,19 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config import ParallelConfig
+from vllm.logprobs import Logprob
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from npu_gptoss.frontend import responses as frontend
 from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.frontend.sample import Facts
 from npu_gptoss.serving import compat
+from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server.failed_requests import RequestRefused
 from npu_gptoss.serving.compat.server.shutdown import stopping_error
-from npu_gptoss.serving.openai import chat, engine, intake, responses
-from npu_gptoss.serving.openai.release import release
+from npu_gptoss.serving.openai import chat, engine, intake, responses, routes
+from npu_gptoss.serving.openai.release import A_CHAT, release
 from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.tokenizer_file import checkpoint_directory
 from tests.harmony.conftest import directory, encoder, library  # noqa: F401
@@ -214,3 +221,134 @@ def test_option_without_effect_goes_unsaid(
     model = types.SimpleNamespace(hf_config=types.SimpleNamespace(model_type=model_type))
     engine.report_unused(model, types.SimpleNamespace(tool_call_parser=parser, chat_template=template))
     assert [name for names in said for name in names.split(" and ")] == told
+
+
+def test_deleted_response_comes_back_when_its_work_ends() -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    app, cancelled = FastAPI(), []
+    routes.add_routes(app)
+    stores = {name: {"resp_1": "kept"} for name in ("response_store", "msg_store", "event_store")}
+    task = types.SimpleNamespace(cancel=lambda: cancelled.append("resp_1"))
+    app.state.openai_serving_responses = types.SimpleNamespace(
+        **stores, response_store_lock=asyncio.Lock(), background_tasks={"resp_1": task}
+    )
+    assert TestClient(app).delete("/v1/responses/resp_1").status_code == 200
+    assert ([*stores.values()], cancelled) == ([{}, {}, {}], ["resp_1"])
+
+
+def test_structure_that_cannot_be_checked_now_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tools whose schemas no grammar holds are called without one."""
+    tried: list[Any] = []
+
+    async def busy(_: Any, __: Any, asked: Any) -> Any:
+        tried.append(asked)
+        raise Refusal("busy", status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+    monkeypatch.setattr(engine, "_hold_to", busy)
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    asked = frontend.read({"input": "hi", "tools": [tool], "tool_choice": "required"}).asked
+    with pytest.raises(Refusal, match="busy"):
+        asyncio.run(engine._hold(None, None, asked, None))
+    assert tried == [asked]
+
+
+def test_started_request_loses_what_the_release_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its adapter, its place in the queue, and a prompt that another server has encoded."""
+    told: dict[str, Any] = {}
+    params = types.SimpleNamespace(stop=None, prompt_logprobs=None)
+
+    async def generate(*_: Any, **keywords: Any) -> None:
+        told.update(keywords)
+
+    here = types.SimpleNamespace(
+        preflight=lambda _, samples: told.update(samples=samples),
+        reused_prompt=lambda *_: [1, 2, 3],
+        sampling=lambda _, __, tokens: told.update(tokens=tokens) or params,
+        hold=lambda *_: {"reasoning_ended": True},
+        scheduling=lambda *_: {"priority": 5},
+        generate=generate,
+        frames=True,
+    )
+    monkeypatch.setattr(engine, "release", lambda: here)
+    models = types.SimpleNamespace(model_name=lambda adapter: f"of {adapter}")
+    serving = types.SimpleNamespace(models=models, _maybe_get_adapters=lambda _: "an adapter", engine_client=None)
+    monkeypatch.setattr(engine.structures, "check", generate)
+    monkeypatch.setattr(engine.structures, "structure_of", lambda _: {})
+    params.structured_outputs = None
+    raw = types.SimpleNamespace(state=types.SimpleNamespace(), scope={intake.WARNINGS: []})
+    plain = names.ChatCompletionRequest.model_validate({"messages": engine.PLACEHOLDER, "n": 2})
+    asked = frontend.read({"input": "hi", "stop": "x"}).asked
+    started = asyncio.run(engine.start(serving, asked, "chatcmpl-1", raw, plain, stream=True))
+    assert (started.prompt, started.model, started.whole) == ([1, 2, 3], "of an adapter", False)
+    assert told == {"samples": 2, "tokens": 3, "reasoning_ended": True, "priority": 5}
+    engine.use(raw, {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7})  # a user's middleware reads them
+    metadata = raw.state.request_metadata
+    assert (metadata.request_id, metadata.final_usage_info.total_tokens) == ("chatcmpl-1", 7)
+    assert (params.detokenize, params.output_kind) == (False, RequestOutputKind.DELTA)  # ends at the stop string
+    serving.enable_prompt_tokens_details, serving.enable_log_outputs = True, False
+    facts = engine.facts_of(Facts, started)
+    assert (facts.prompt_tokens, facts.cached_details, facts.log) == (3, True, None)
+    here.raise_if_error, here.about_choice = lambda *_: None, lambda *_: None
+    here.about_answer = lambda *given: {"tokens": given[-1]}
+    for reason, extra in ((None, None), ("stop", {"tokens": 4})):  # of which vLLM 0.33 makes tokens per second
+        piece = types.SimpleNamespace(index=0, token_ids=[7, 8], finish_reason=reason, stop_reason=9, logprobs=None)
+        output = types.SimpleNamespace(outputs=[piece], finished=bool(reason), prompt_logprobs=None)
+        output.num_cached_tokens = 0
+        step = started.step(output)
+        assert (step.extra, step.pieces[0].stop_reason) == (extra, 9 if reason else None)
+
+
+def test_engine_gets_no_trace_no_adapter_and_no_salt() -> None:
+    told: list[Any] = []
+
+    async def headers(given: Any) -> Any:
+        return {"of": given}
+
+    serving = types.SimpleNamespace(
+        engine_client=types.SimpleNamespace(generate=lambda *given, **named: told.extend((*given, named))),
+        _maybe_get_adapters=lambda request: f"adapter of {request.model}",
+        _get_trace_headers=headers,
+        _log_inputs=lambda *given, **named: told.append((*given, named)),
+    )
+    request = names.ChatCompletionRequest.model_validate({**A_CHAT, "model": "m", "cache_salt": "s"})
+    raw = types.SimpleNamespace(headers="sent")
+    asyncio.run(release().generate(serving, request, raw, "chatcmpl-1", [1, 2], "params", priority=1))
+    logged, inputs, *given, named = told
+    adapter = {"lora_request": "adapter of m"}
+    assert logged == ("chatcmpl-1", [1, 2], {"params": "params", **adapter})
+    assert (inputs["prompt_token_ids"], inputs["cache_salt"], given) == ([1, 2], "s", ["params", "chatcmpl-1"])
+    assert named == {"priority": 1, "trace_headers": {"of": "sent"}, **adapter}
+
+
+def test_answers_are_logged_that_no_option_asks_for() -> None:
+    told: list[dict[str, Any]] = []
+    logs = types.SimpleNamespace(log_outputs=lambda **named: told.append(named))
+    server = types.SimpleNamespace(enable_log_outputs=False, request_logger=logs, enable_log_deltas=False)
+    assert engine.output_logger(server, "x", True) is None
+    server.enable_log_outputs = True
+    for streamed in (True, False):
+        log = engine.output_logger(server, "x", streamed)
+        log("a", [1], None)
+        log("ab", None, "stop")
+    assert [one["finish_reason"] for one in told] == ["streaming_complete", "stop"]
+    server.enable_log_deltas = True
+    engine.output_logger(server, "x", True)("a", [1], None)
+    assert (told[-1]["outputs"], told[-1]["output_token_ids"], told[-1]["delta"]) == ("a", [1], True)
+
+
+def test_answer_of_a_prefill_server_lacks_its_transfer_parameters() -> None:
+    output = types.SimpleNamespace(kv_transfer_params={"block": 1})
+    request = names.ChatCompletionRequest.model_validate(A_CHAT | {"n": 2})
+    assert release().about_answer(None, request, output, 3) == {"kv_transfer_params": {"block": 1}}
+
+
+def test_impossible_token_has_a_logprob_that_json_lacks(encoder: Any) -> None:  # noqa: F811
+    plain = types.SimpleNamespace(top_logprobs=1, return_tokens_as_token_ids=False)
+    serving = types.SimpleNamespace(npu_gptoss_encoder=encoder)
+    started = engine.Started(serving, "x", None, [], plain, None, None, "m", whole=True)
+    known = {7: Logprob(-math.inf), 8: Logprob(-0.5)}
+    (one,) = started.logprobs(Piece(0, [7], None, None, [known]), [0])
+    assert (one["logprob"], [top["logprob"] for top in one["top_logprobs"]]) == (-9999.0, [-0.5])
+    assert engine._logprobs(known)["7"]["logprob"] == -9999.0

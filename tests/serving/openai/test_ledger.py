@@ -7,6 +7,7 @@ by our handlers (test_engine.py tests it), a reason to leave requests to vLLM's 
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 
 from npu_gptoss.frontend import chat, messages, responses
 from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.serving.openai.release import A_CHAT, Release_0_33
 from npu_gptoss.serving.releases import here
 from tests.frontend.test_turn import GRAMMAR_HEADERS
 from tests.serving.conftest import found
@@ -139,3 +141,20 @@ def _kinds(item: type) -> tuple[str, ...]:
     """Returns the values of its field `type`; none if it may lack one."""
     hint = get_type_hints(item).get("type")
     return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def test_limit_of_the_generation_config_is_lost_in_a_chat() -> None:
+    """--override-generation-config '{"max_new_tokens": 7}'; a request's own limit may be lower."""
+    pytest.importorskip("vllm.parser.harmony", reason="needs vLLM 0.33")
+    config = SimpleNamespace(max_model_len=100)
+    asked = SimpleNamespace(model_config=config, default_sampling_params={"max_tokens": 7}, override_max_tokens=7)
+    for fields, want in (({}, 7), ({"max_tokens": 9}, 7), ({"max_completion_tokens": 5, "max_tokens": 9}, 5)):
+        request = REQUESTS["chat"].model_validate(A_CHAT | fields)
+        assert Release_0_33().sampling(asked, request, 10).max_tokens == want
+
+
+def test_servers_map_of_efforts_is_lost() -> None:
+    """--reasoning-effort-map '{"max": "low"}': without it, max is high."""
+    pytest.importorskip("vllm.parser.harmony", reason="needs vLLM 0.33")
+    renderer = SimpleNamespace(reasoning_effort_map={"max": "low"})
+    assert Release_0_33().defaults(SimpleNamespace(online_renderer=renderer)).efforts == {"max": "low"}
