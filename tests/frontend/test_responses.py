@@ -283,6 +283,25 @@ def test_truncation_splits_parallel_calls(encoder):
     assert fitted(encoder, length - 20, given)[0].split() == ["question"]
 
 
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def test_truncation_counts_reasoning_that_the_model_does_not_read(encoder):
+    answered = [thought("because " * 400), {"role": "assistant", "content": "said"}]
+    given = [{"role": "user", "content": "old " * 20}, *answered, {"role": "user", "content": "question"}]
+    length = fitted(encoder, 10_000, given)[1]
+    assert fitted(encoder, length - 10, given)[0].split() == ["said", "question"]
+
+
+def test_truncation_parts_a_call_from_its_reasoning(encoder):
+    given = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "said " * 20}, USER]
+    given += [thought("because " * 20), *call_of(1)]
+    length = fitted(encoder, 10_000, given)[1]
+    for less in (1, 30):
+        assert {"hi", "because", "call1", "result1"} == set(fitted(encoder, length - less, given)[0].split()) - {"said"}
+
+
 def test_truncation_leaves_no_room_for_the_answer(encoder):
     given = [{"role": "user", "content": f"{number} " * 20} for number in range(40)]
     for most, room in ((300, 300), (5000, 400)):
