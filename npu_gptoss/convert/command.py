@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.output}: {to}, {size:.2f} GB" + (f"; {there} shards were there already" if there else ""))
     for note in source.notes:
         print(note)
+    if not (out / FILE_NAME).is_file():
+        print(f"OUT has no {FILE_NAME}, as IN. Copy that of gpt-oss to it, which a server needs.")
     for adapter in adapters:
         print(
             f"{adapter.directory}: {len(adapter.deltas | adapter.replaced)} tensors merged, weight {adapter.weight:g}"

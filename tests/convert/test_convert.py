@@ -426,6 +426,17 @@ def test_command_says_what_changed_and_the_engine_runs_the_result(
     same, count = map(int, re.search(r"probe: (\d+) of (\d+) ", said).groups())
     assert count == 64
     assert same >= 50
+    assert "OUT has no tokenizer.json" in said
     check_directory(out, text=False)
     with pytest.raises(SystemExit):
         main(["convert", str(source)])
+
+
+def test_a_tokenizer_that_was_copied_is_not_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors = small()
+    source, out = write(tmp_path / "in", tensors, config), tmp_path / "out"
+    (source / "tokenizer.json").write_text("{}")
+    assert main(["convert", str(source), str(out), "--to", "bf16", "--no-probe"]) == 0
+    assert "OUT has no" not in capsys.readouterr().out
