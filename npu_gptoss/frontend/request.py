@@ -108,9 +108,9 @@ class Asked:
         """
 
         def size(step: Sequence[int]) -> int:
-            return sum(len(encoder.encode([turns[number]], limit)) - len(encoder.encode([])) for number in step)
+            return len(encoder.encode([turns[number] for number in step], limit)) - nothing
 
-        turns = without_old_reasoning(self.turns)
+        turns, nothing = without_old_reasoning(self.turns), len(encoder.encode([]))
         all_steps = steps(turns)
         users = [step for step in all_steps if turns[step[0]].author.role is Role.USER]
         instructions = [step for step in all_steps if turns[step[0]].author.role is Role.DEVELOPER]

@@ -275,8 +275,8 @@ def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str, flags
             (tmp_path / "proc/7").mkdir(parents=True)
             (tmp_path / "proc/7/cmdline").write_bytes("\0".join([*command, ""]).encode())
         environment |= {"http_proxy": "http://127.0.0.1:1", "https_proxy": "http://127.0.0.1:1"}
-        code = f"from docker.healthcheck import *; sys.exit(main(Machine(type(Machine().root)({str(tmp_path)!r}))))"
-        check = [sys.executable, "-c", code]
+        code = "from pathlib import Path; from docker.healthcheck import *; sys.exit(main(Machine(Path(sys.argv[1]))))"
+        check = [sys.executable, "-c", code, str(tmp_path)]
         said = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=20)
         server.shutdown()
     assert said.returncode == 0, said

@@ -205,7 +205,7 @@ def test_steady_steps_give_and_keep_what_vllms_do(wanted):
 
 
 @TRITON_HERE
-def test_steady_steps_with_adapters_replay_their_graph_and_assign_them_anew():
+def test_a_steady_step_reads_an_adapter_in_another_ones_place():
     """vLLM may have put another adapter in the place of one of these between two steps."""
     runner = Runner(GREEDY, GREEDY, GREEDY)
     adapter = LoRARequest("one", 3, "one")

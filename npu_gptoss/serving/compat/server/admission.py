@@ -228,8 +228,8 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
     @app.exception_handler(HTTPException)  # of the router: vLLM handles FastAPI's
     async def unknown_route(request: Any, error: Any) -> Any:
         route, allowed = route_path(request.scope), error.headers and error.headers.get("allow")
-        said = {404: "this server has no such route", 405: f"this route takes {allowed}"}
-        said = f"{request.method} {escaped(route, 200)}: {said.get(error.status_code, error.detail)}."
+        why = {404: "this server has no such route", 405: f"this route takes {allowed}"}
+        said = f"{request.method} {escaped(route, 200)}: {why.get(error.status_code, error.detail)}."
         refusal = Refusal(said, status=HTTPStatus(error.status_code))
         return Response(refusal.body(route), error.status_code, error.headers, "application/json")
 

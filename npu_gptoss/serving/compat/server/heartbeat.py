@@ -74,9 +74,14 @@ def install_client(core_client: ModuleType) -> None:
     def __init__(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.npu_gptoss_pulse = Pulse(self.utility_results)
-        if processes := list(getattr(self.resources.engine_manager, "processes", ())):
+        if processes := list(engines(self)):
             told = (self.npu_gptoss_pulse, processes)
             threading.Thread(target=note_first_end, args=told, name="npu-gptoss ends", daemon=True).start()
+
+
+def engines(core: Any) -> Sequence[Any]:
+    """Returns the engines' processes that this one has started. core: vLLM's client."""
+    return getattr(core.resources.engine_manager, "processes", ())
 
 
 def note_first_end(pulse: Pulse, processes: Sequence[Any]) -> None:

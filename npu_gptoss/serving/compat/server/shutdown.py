@@ -17,14 +17,14 @@ import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.server.heartbeat import how_ended
+from npu_gptoss.serving.compat.server.heartbeat import engines, how_ended
 from npu_gptoss.serving.compat.start import ends
 from npu_gptoss.serving.compat.targets import APP_ENTRY, BOTH, LAUNCHER, NEWER, SERVE, SERVERS
 
@@ -118,11 +118,7 @@ def _coordinator_is_lost(core: Any) -> bool:
     """Returns whether the process that starts the steps of data parallel engines has ended, and they have not: vLLM
     does not watch it beside a single API server, and each request after a pause waits for ever. core: vLLM's client."""
     coordinator = getattr(getattr(core, "resources", None), "coordinator", None)
-    return coordinator is not None and not coordinator.proc.is_alive() and all(e.is_alive() for e in _engines(core))
-
-
-def _engines(core: Any) -> Sequence[Any]:
-    return getattr(core.resources.engine_manager, "processes", ())
+    return coordinator is not None and not coordinator.proc.is_alive() and all(e.is_alive() for e in engines(core))
 
 
 def _end_engines(core: Any) -> None:
@@ -130,7 +126,7 @@ def _end_engines(core: Any) -> None:
     process, pulse = core.resources.coordinator.proc, getattr(core, "npu_gptoss_pulse", None)
     if pulse is not None:
         pulse.cause = pulse.cause or how_ended([process]) or f"its process {process.name} ended"
-    for engine in _engines(core):
+    for engine in engines(core):
         engine.kill()
 
 
@@ -232,7 +228,7 @@ def cause_of_death(core: Any) -> str:
     pulse = getattr(core, "npu_gptoss_pulse", None)
     if pulse is not None and pulse.cause:
         return pulse.cause
-    words = how_ended(_engines(core))
+    words = how_ended(engines(core))
     return words or "the cause is unknown; read its last log lines above"
 
 
