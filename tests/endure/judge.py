@@ -26,6 +26,9 @@ WARM_UP = 1 / 3
 ENOUGH = 10.0  # minutes; a process takes memory for its first requests
 # a minute: MiB, numbers, and of a time its share
 BOUNDS = {"memory": 0.5, "descriptors": 0.5, "threads": 0.2, "first token": 0.02, "between tokens": 0.02}
+SETTINGS = ("fcfs", "priority", "piecewise", "full")  # parts of a stack's name over which the tables add up
+TOTALS = ("server", "scenarios", "runs", "longest, min", "requests", "honest, equal", "near-ties", "told of the end")
+TOTALS += ("hostile, as due", "rude", "deaths", "slowest `/health`")
 Points = list[tuple[float, float]]  # (minutes, value)
 
 
@@ -229,46 +232,65 @@ def load(folder: Path) -> list[Record]:
     return [Record(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("endure-*.json"))]
 
 
+def server(record: Record) -> str:
+    """The record's server; policies of scheduling and modes of graphs are left out."""
+    return ", ".join(part for part in record.stack.split("-") if part not in SETTINGS)
+
+
+def rows(titles: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
+    lines = [titles, ["---"] * len(titles), *cells]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
 def table(records: Sequence[Record]) -> str:
-    """The page's table: a row for each server and scenario; runs of each policy and mode of graphs, which the names of
-    records have, are added up."""
-    head = "| server | scenario | runs | minutes | requests | honest, equal | hostile, as due | rude | deaths |"
-    rows = [head + " slowest `/health` | engine's memory, MiB a minute | slopes |", "|" + " --- |" * 12]
-    rows_of: dict[tuple[str, str], list[Record]] = {}
+    """The page's two tables: all runs of each server, and those of each scenario where a server ran several."""
+    runs_of: dict[str, list[Record]] = {}
     for record in records:
-        parts = [part for part in record.stack.split("-") if part not in ("fcfs", "priority", "piecewise", "full")]
-        rows_of.setdefault((", ".join(parts), record.scenario), []).append(record)
-    for (server, scenario), runs in sorted(rows_of.items()):
-
-        def total(group: str, outcome: str = "", runs: list[Record] = runs) -> int:
-            return sum(run.number(group, outcome) for run in runs)
-
-        near, told = total("honest", NEAR_TIE), total("honest", UNSERVED)
-        cells: list[Any] = [server, scenario, len(runs), f"{sum(r.seconds for r in runs) / 60:.0f}"]
-        cells += [
-            sum(run.requests for run in runs),
-            f"{total('honest', 'equal')} of {total('honest') - told}"
-            + (f", {near} near-ties" if near else "")
-            + (f"; {told} told of the end" if told else ""),
-            f"{total('hostile', 'answered')} of {total('hostile')}",
-            total("rude"),
-            sum(run.exit_status is not None for run in runs),
-            f"{max(run.health['worst'] for run in runs):.2f} s",
-            "; ".join(f"{s:+.2f} ± {h:.2f}" for s, h in (r.slopes.get("memory, core") or (0, 0) for r in runs) if h)
-            or "–",
-            said_of_slopes(runs),
-        ]
-        rows.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(rows)
+        runs_of.setdefault(server(record), []).append(record)
+    several = [name for name in sorted(runs_of) if len({run.scenario for run in runs_of[name]}) > 1]
+    scenarios = sorted({run.scenario for name in several for run in runs_of[name]})
+    found = [
+        [scenario, *(of_scenario([run for run in runs_of[name] if run.scenario == scenario]) for name in several)]
+        for scenario in scenarios
+    ]
+    whole = rows(TOTALS, [[name, *totals(runs_of[name])] for name in sorted(runs_of)])
+    return whole + ("\n\n" + rows(["scenario", *several], found) if found else "")
 
 
-def said_of_slopes(runs: Sequence[Record]) -> str:
-    """What is not flat, by kinds of series."""
-    grows, unsure = ({n.partition(", ")[0] for r in runs for n in r.of(verdict)} for verdict in ("grows", NOT_JUDGED))
-    if not runs[-1].slopes or unsure == BOUNDS.keys():
-        unsure = {"all"}
-    words = [f"{what}: {', '.join(sorted(some))}" for what, some in (("grows", grows), (NOT_JUDGED, unsure)) if some]
-    return "; ".join(words) or "flat"
+def totals(runs: Sequence[Record]) -> list[Any]:
+    """The cells of TOTALS after the server's name."""
+
+    def total(group: str, outcome: str = "") -> int:
+        return sum(run.number(group, outcome) for run in runs)
+
+    told, names = total("honest", UNSERVED), {run.scenario for run in runs}
+    return [
+        *(names if len(names) == 1 else (len(names),)),
+        len(runs),
+        f"{max(run.seconds for run in runs) / 60:.0f}",
+        sum(run.requests for run in runs),
+        f"{total('honest', 'equal')} of {total('honest') - told}",
+        total("honest", NEAR_TIE),
+        told,
+        f"{total('hostile', 'answered')} of {total('hostile')}",
+        total("rude"),
+        sum(run.exit_status is not None for run in runs),
+        f"{max(run.health['worst'] for run in runs):.2f} s",
+    ]
+
+
+def of_scenario(runs: Sequence[Record]) -> str:
+    """Requests and minutes of all runs; the slope of the engine's memory in the longest, and what grew there."""
+    if not runs:
+        return "–"
+    longest = max(runs, key=lambda run: run.seconds)
+    slope = longest.slopes.get("memory, core")
+    grows = sorted({name.partition(", ")[0] for name in longest.of("grows")})
+    return (
+        f"{sum(run.requests for run in runs)} in {sum(run.seconds for run in runs) / 60:.0f} min"
+        + (f", {slope[0]:+.2f} ± {slope[1]:.2f}" if slope else "")
+        + (f", grows: {', '.join(grows)}" if grows else "")
+    )
 
 
 def picture(record: Record) -> str:

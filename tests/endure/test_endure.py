@@ -130,9 +130,17 @@ def test_a_broken_promise_is_found(fields: dict[str, Any], promise: str, tmp_pat
     judge.save(record(), tmp_path)
     (again,) = judge.load(tmp_path)
     assert (broken(again), judge.status(again)) == ([], 0)
-    assert "| cpu | mix | 1 | 20 | 3 | 1 of 1 | 1 of 1 | 1 | 0 |" in judge.table([again])
+    assert "| cpu | mix | 1 | 20 | 3 | 1 of 1 | 0 | 0 | 1 of 1 | 1 | 0 |" in judge.table([again])
     assert "polyline" in judge.picture(again)
     assert broken(record(**fields)) == [promise]
+
+
+def test_the_longest_run_of_a_scenario_tells_what_grew() -> None:
+    brief = record(scenario="tools", seconds=60.0, slopes={"memory, core": None})
+    runs = [record(), record(scenario="tools", slopes={"memory, core": (1.0, 0.2), "threads, core": (0.0, 0.1)}), brief]
+    lines = judge.table(runs).splitlines()
+    assert lines[-1] == "| tools | 6 in 21 min, +1.00 ± 0.20, grows: memory |"
+    assert lines[-2] == "| mix | 3 in 20 min, +0.10 ± 0.20 |"
 
 
 class Exact:
