@@ -57,6 +57,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.pluginmanager.register(AtOnce(session.config))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU: make test-cuda")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Starts the longest files first if there are several workers: the emulated 910B and other environments."""
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):

@@ -74,11 +74,7 @@ def test_slots_after_the_real_rows_are_never_written(kernel):
     ("kernel", "device"),
     [
         ("reference", "cpu"),
-        pytest.param(
-            "triton",
-            "cuda",
-            marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")],
-        ),
+        pytest.param("triton", "cuda", marks=pytest.mark.cuda),
     ],
 )
 def test_a_cache_in_fp8_takes_its_largest_number_for_a_larger_one(kernel, device):

@@ -13,10 +13,7 @@ from tests.dense import test_shortlist as shortlist
 from tests.dense.cases import Case, Sizes, make_case
 from tests.tolerances import assert_close
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
-]
+pytestmark = pytest.mark.cuda
 
 SIZES = Sizes(hidden=2880, heads=64, kv_heads=8, head_dim=64, experts=32, top_k=4, vocab=20_011)
 ROWS = [(1, 1), (8, 5), (64, 24), (256, 24), (300, 24)]

@@ -19,10 +19,7 @@ from tests.engine.test_decode import MODES, tokens
 from tests.oracle import random_prompts
 from tests.refused import refused
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
-]
+pytestmark = pytest.mark.cuda
 
 SIZES = (1, 2, 4, 8)
 SHAPE = {"layers": 4, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2, "window": 20}

@@ -76,7 +76,6 @@ def test_the_command_passes_on_the_emulated_910b() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda")
 def test_the_command_passes_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["verify", "--mutate", "--device", "cuda", "--jobs", "8"])
     out = capsys.readouterr().out

@@ -32,6 +32,10 @@ with contextlib.suppress(ImportError):
     importlib.import_module("vllm_ascend.worker.worker")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.serving)
+
+
 def owner_of(target: str) -> tuple[Any, str]:
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)

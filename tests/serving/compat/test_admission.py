@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from npu_gptoss.serving.compat.server.admission import VllmServer, can_be_scaled
 from npu_gptoss.serving.openai.errors import misread
 from tests.serving.compat import of_release
-
-pytestmark = pytest.mark.serving
 
 PATCHES = ("admission",)
 MODEL = "gpt-oss"

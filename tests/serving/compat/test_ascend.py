@@ -19,8 +19,6 @@ from npu_gptoss.serving.compat.start import ascend
 from npu_gptoss.serving.compat.targets import ASCEND_RUNNER
 from npu_gptoss.serving.releases import ascend_0_23
 
-pytestmark = pytest.mark.serving
-
 
 class ACLGraphWrapper:
     def __init__(self, model: object) -> None: ...

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
@@ -22,8 +19,6 @@ from npu_gptoss.serving.compat.start import checkpoint
 from tests.model.corrupt import INDEX, VOCABULARY, write_pristine
 from tests.refused import refused
 from tests.serving.compat.of_release import OLD
-
-pytestmark = pytest.mark.serving
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,6 @@ from tests.serving.compat.conftest import HERE, owner_of
 from tests.serving.compat.of_release import OLD
 from tests.serving.conftest import run
 
-pytestmark = pytest.mark.serving
-
 
 def test_apply_imports_neither_vllm_nor_torch():
     result = run("""

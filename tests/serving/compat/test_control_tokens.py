@@ -18,8 +18,6 @@ from npu_gptoss.serving.compat.engine import masks
 from npu_gptoss.serving.compat.engine.masks import MOST, allows
 from tests.harmony.conftest import tokenizer_files
 
-pytestmark = pytest.mark.serving
-
 REPAIR = "control-tokens"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CONTROL = {"<|end|>": 200007, "<|call|>": 200012, "<|channel|>": 200005, "<|start|>": 200006, "<|message|>": 200008}

@@ -16,8 +16,6 @@ from vllm.engine import arg_utils
 from npu_gptoss.serving.releases import cpu_0_11 as cpu
 from tests.checkpoints import write_random_checkpoint
 
-pytestmark = pytest.mark.serving
-
 
 def chosen(ranks: int = 1, replicas: int = 1) -> types.SimpleNamespace:
     """A configuration with the default compilation, after our choice."""

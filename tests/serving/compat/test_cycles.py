@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.serving.compat.of_release import OLD
 
-pytestmark = [pytest.mark.serving, pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")]
+pytestmark = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
 
 
 @pytest.mark.parametrize("repaired", [True, False])

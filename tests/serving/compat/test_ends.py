@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import uvicorn
 from fastapi import HTTPException
 from fastapi.testclient import TestClient
@@ -44,7 +41,6 @@ else:
     from vllm.entrypoints import launcher
     from vllm.entrypoints.openai import api_server
 
-pytestmark = pytest.mark.serving
 only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
 not_0_11 = pytest.mark.skipif(OLD, reason="the stand-in is of a newer server")
 not_0_33 = pytest.mark.skipif(LINE == "0.33", reason="vLLM 0.33 refuses such a port itself")

@@ -12,9 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
@@ -29,7 +26,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from npu_gptoss.serving import compat
 from tests.serving.server import free_port
 
-pytestmark = [pytest.mark.serving, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 ROWS = (1, 3)  # per rank: one engine decodes, the other reads a prompt

@@ -14,9 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import zmq
 from vllm import LLM
 from vllm.sampling_params import StructuredOutputsParams
@@ -29,7 +26,6 @@ from npu_gptoss.serving.compat.engine import failed_requests as barrier
 from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, run, sent
 from tests.serving.compat.of_release import OLD
 
-pytestmark = pytest.mark.serving
 only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
 
 BARRIER = ("request-input", "request-steps", "request-outputs")

@@ -20,8 +20,6 @@ from npu_gptoss.serving.compat.server.failed_requests import RequestFailed, Requ
 from npu_gptoss.serving.compat.server.shutdown import is_final
 from tests.serving.compat.of_release import LINE, OLD
 
-pytestmark = pytest.mark.serving
-
 
 def sampling(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"detokenize": False, "output_kind": RequestOutputKind.DELTA} | fields)

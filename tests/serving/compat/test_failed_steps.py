@@ -8,14 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.v1.executor import multiproc_executor
 
 from tests.serving.compat.of_release import LINE
-
-pytestmark = pytest.mark.serving
 
 
 @pytest.mark.skipif(LINE == "0.33", reason="vLLM 0.33 tells of them itself")

@@ -9,9 +9,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -35,7 +32,6 @@ from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.releases.vllm import as_written, load_tokenizer
 from tests.model.forms import FORMS, Form, as_transformers_5, changed_config, write_bases
 
-pytestmark = pytest.mark.serving
 TEXT = "alpha w7 beta"
 REPAIRS = ("config-spellings", "tokenizer-class")
 

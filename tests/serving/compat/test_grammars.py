@@ -22,7 +22,6 @@ from npu_gptoss.serving.compat.engine import failed_requests as barrier
 from npu_gptoss.serving.compat.engine.grammars import GuardedGrammar
 from tests.serving.compat.of_release import LINE, OLD
 
-pytestmark = pytest.mark.serving
 not_0_33 = pytest.mark.skipif(LINE == "0.33", reason="the repair is for vLLM 0.11 and 0.23")
 
 VOCABULARY = 64

@@ -15,9 +15,6 @@ import types
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.v1 import engine as vllm_engine
 from vllm.v1.engine import EngineCoreOutputs, core, core_client
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -28,8 +25,6 @@ from npu_gptoss.serving.compat.server.admission import VllmServer
 from tests.serving.compat.of_release import LINE, OLD
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
-
-pytestmark = pytest.mark.serving
 
 
 def engine(**fields: Any) -> Any:

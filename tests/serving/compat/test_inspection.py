@@ -5,16 +5,11 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from ascend_emulator.launch import Machine, environment
 from vllm.model_executor.models import registry
 
 from emulator.tests.machine import venv
 from npu_gptoss.serving.releases import here, vllm_0_11
-
-pytestmark = pytest.mark.serving
 
 MODULE, _, NAME = here().model.partition(":")
 

@@ -8,14 +8,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.serving.compat.of_release import LINE, OLD
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(OLD, reason="no drafter is supported on vLLM 0.11"),
-]
+pytestmark = pytest.mark.skipif(OLD, reason="no drafter is supported on vLLM 0.11")
 
 # in a process of its own: numba starts its threads once
 K = "[2]" if LINE == "0.33" else "[]"

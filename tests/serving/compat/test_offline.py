@@ -15,8 +15,6 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.harmony.conftest import tokenizer_files
 
-pytestmark = pytest.mark.serving
-
 
 @pytest.fixture
 def llm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> LLM:

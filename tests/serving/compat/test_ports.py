@@ -6,14 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm import utils
 
 from npu_gptoss.serving.compat.server import ports
-
-pytestmark = pytest.mark.serving
 
 
 @pytest.fixture

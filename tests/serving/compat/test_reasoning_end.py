@@ -12,8 +12,6 @@ from vllm.v1.worker import gpu_model_runner
 
 from tests.harmony.conftest import directory, library  # noqa: F401
 
-pytestmark = pytest.mark.serving
-
 VOCABULARY = 64
 
 

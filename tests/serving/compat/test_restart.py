@@ -12,11 +12,8 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm")
-
 import numpy as np
+import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -25,8 +22,6 @@ from vllm.v1.outputs import LogprobsLists
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import restart
 from npu_gptoss.serving.compat.server.restart import Outliving, Sent, check, objection
-
-pytestmark = pytest.mark.serving
 
 FOR_EVER = 10**9
 LONG = {"max_tokens": 24, "ignore_eos": True}

@@ -17,8 +17,6 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample import bad_words, logit_bias
 
-pytestmark = pytest.mark.serving
-
 EOS = [200_002, 199_999, 200_012]
 
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
@@ -18,7 +15,6 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from tests.serving.compat.in_process import HONEST, core_of, greedy, run
 from tests.serving.compat.of_release import LINE, OLD
 
-pytestmark = pytest.mark.serving
 only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
 
 SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": 12}

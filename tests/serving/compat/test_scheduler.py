@@ -33,8 +33,6 @@ from npu_gptoss.model.config import CONFIG_NAME
 from npu_gptoss.serving.compat.step_time import scheduler as running
 from npu_gptoss.tiny.checkpoint import tiny_config
 
-pytestmark = pytest.mark.serving
-
 REPAIRS = ("running-slots", "running-commits")
 BLOCK, WINDOW, STEPS, LONGEST = 4, 10, 160, 96
 

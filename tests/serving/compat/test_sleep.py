@@ -98,7 +98,6 @@ def test_a_server_sleeps_from_which_vllm_ascend_cannot_wake_it(monkeypatch, vari
     assert "level" in sleep.objection(config, 2, pauses=True) or not wakes
 
 
-@pytest.mark.serving
 def test_a_completion_that_a_pause_cut_is_taken_for_a_whole_one():
     module = ModuleType("serving")
     module.GenerateBaseServing = type(

@@ -13,12 +13,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
-pytest.importorskip("vllm")
-
 from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving.compat.start import ends
-
-pytestmark = pytest.mark.serving
 
 # A server's processes without vLLM: the parent hears of its child's end only.
 PROGRAM = """

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from npu_gptoss.serving.admission.bounded import Bounded
@@ -23,8 +20,6 @@ from npu_gptoss.serving.releases import here
 from npu_gptoss.serving.releases.vllm import ChatCompletionRequest
 from tests.serving.compat import of_release
 from tests.serving.compat.of_release import LINE, OLD
-
-pytestmark = pytest.mark.serving
 
 newer = pytest.mark.skipif(OLD, reason="needs vLLM 0.23 or 0.33")
 

@@ -7,18 +7,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests.checkpoints import write_random_checkpoint
 from tests.markdown import ROOT
 from tests.serving.cuda.looking import FAULTS
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("mxfp4", [False, True])

@@ -36,11 +36,7 @@ from tests.serving.cuda.heard import HEARD
 from tests.serving.server import Server, serve, wait_for
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
 SIZES = [1, 2, 4, 8, 16]
 FLAGS = (*COMPACT, *SHARE, "--max-model-len", "2048", "--max-num-seqs", str(SIZES[-1]))

@@ -27,6 +27,11 @@ from tests.serving.emulated.rounds import VOCABULARY
 SCRIPT = Path(__file__).with_name("on_ascend.py")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.emulated)
+    item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_checkpoint(tmp_path_factory, vocab_size=VOCABULARY)

@@ -17,8 +17,6 @@ from tests.serving.emulated.conftest import asking, importing, of_oracle
 from tests.serving.emulated.rounds import EAGER, FULL, PIECEWISE, VOCABULARY, WORKSPACE, right, turn
 from tests.serving.emulated.test_two_devices import PARALLEL
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 STACKS = {"8.3": "8.3.rc1", "9.1": "9.1"}
 LAYOUTS: dict[str, dict[str, Any]] = {"one die": {}, **{how: PARALLEL[how] for how in PARALLEL if "PP" not in how}}
 MODES: dict[str, dict[str, Any]] = {"eager": EAGER, "piecewise": PIECEWISE, "full decode graphs": FULL}

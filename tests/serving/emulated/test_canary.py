@@ -8,8 +8,6 @@ import pytest
 
 from tests.serving.emulated.rounds import FULL, PIECEWISE, THREE_IN_A_BUCKET_OF_FOUR, WORKSPACE, right, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 LOOK = {"look": True}
 SERVED = [turn(THREE_IN_A_BUCKET_OF_FOUR, seed=3)]
 

@@ -7,8 +7,6 @@ import pytest
 from emulator.tests.test_triton import PACKAGES
 from tests.serving.emulated.rounds import LENGTHS, PIECEWISE, right, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 
 @pytest.mark.skipif(not PACKAGES.is_dir(), reason="the compiler is not set up: make setup-ascend-compiler")
 def test_a_graph_of_another_rotation_is_not_taken_from_the_cache(serve_9_1, expected):

@@ -6,8 +6,6 @@ import pytest
 
 from tests.serving.emulated.rounds import FULL, THREE_IN_A_BUCKET_OF_FOUR, right, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 ABOVE_A_TILE = (700, 520)
 WAY_ROUND = "keeps heads apart"
 EXPERTS_IN_PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

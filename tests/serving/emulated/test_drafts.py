@@ -18,8 +18,6 @@ from tests.oracle import load_oracle
 from tests.serving.emulated.rounds import EAGER, PIECEWISE, SPOILT, counts, graphs, right, steps, turn
 from tests.serving.emulated.test_two_devices import PARALLEL
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 TOKENS = 9
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 DRAFTERS = [None, "drafts_random", "drafts_perfect", "drafts_adversarial"]

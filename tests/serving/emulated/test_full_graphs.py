@@ -6,9 +6,6 @@ import pytest
 
 from tests.serving.emulated.rounds import FULL, TOKENS, WORKSPACE, prompts, right
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
-
 (PREFIX,) = prompts((256,))
 TOGETHER = {"prompts": [PREFIX + tail for tail in prompts(tuple(range(3, 11)), seed=2)], "tokens": TOKENS}
 # eight requests read 2 shared blocks and their own one: 24 by the operator's count, in a cache of 14 (R32)

@@ -22,8 +22,6 @@ from tests.checkpoints import new_checkpoint
 from tests.serving.emulated.conftest import asking, importing
 from tests.serving.emulated.rounds import EAGER, VOCABULARY, prompts
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 SHAPE = {"hidden": 512, "intermediate": 512, "experts": 32, "heads": 8, "kv_heads": 2, "vocab_size": VOCABULARY}
 CONTEXT = 200  # beyond the window
 FEWER, MORE = 3, 7  # tokens of an answer

@@ -12,8 +12,6 @@ from tests.oracle import load_oracle
 from tests.serving.emulated.conftest import of_oracle
 from tests.serving.emulated.rounds import THREE_IN_A_BUCKET_OF_FOUR, VOCABULARY, right, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP=4": {"tensor_parallel_size": 4},
     "TP=8, experts in parallel": {"tensor_parallel_size": 8, "enable_expert_parallel": True},

@@ -16,8 +16,6 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.device_memory import BUFFSIZE, RESERVE, Part, fit, hccl_bytes, kv_bytes_per_token
 from tests.serving.emulated.rounds import EAGER, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 UTILISATION = 0.95
 ONE_PROMPT = [turn((5,), tokens=1)]
 

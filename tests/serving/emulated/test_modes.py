@@ -31,8 +31,6 @@ from tests.serving.emulated.rounds import (
     turn,
 )
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 ORDINARY = [
     turn(LENGTHS),
     turn((300, 700), seed=1),  # nothing in common with the first round

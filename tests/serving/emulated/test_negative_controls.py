@@ -6,8 +6,6 @@ import pytest
 
 from tests.serving.emulated.rounds import EAGER, SPOILT, THREE_IN_A_BUCKET_OF_FOUR, right, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 
 def test_a_tail_that_is_not_zeroed_is_refused_by_the_router(serve, expected):
     """Three requests in a graph of four: old memory in the fourth row reaches the router; NaN has no order."""

@@ -11,8 +11,6 @@ from tests.serving.emulated.rounds import EAGER, FULL, SPOILT, TOKENS, graphs, r
 from tests.serving.emulated.test_full_graphs import SHARED_PREFIX, SMALL_CACHE
 from tests.serving.emulated.test_modes import ORDINARY, PURE
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 
 @pytest.mark.long
 def test_without_our_launch_the_layer_rotates_by_vllm_ascend(serve_9_1, expected):

@@ -30,7 +30,7 @@ from tests.serving.emulated.rounds import (
     turn,
 )
 
-pytestmark = [pytest.mark.emulated, pytest.mark.ascend_compiler, pytest.mark.slow, needs_compiler]
+pytestmark = [pytest.mark.ascend_compiler, needs_compiler]
 
 ROUNDS = [turn((300, 7), tokens=4), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, tokens=4)]
 LAYERS = 2

@@ -6,8 +6,6 @@ import pytest
 
 from tests.serving.emulated.rounds import EAGER, FULL, SPOILT, WORKSPACE, right, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 
 def ending(serve, rounds=(), **how) -> str:
     """The output of an engine that did not come to serve."""

@@ -6,8 +6,6 @@ import pytest
 
 from tests.serving.emulated.rounds import EAGER, FULL, VOCABULARY, WORKSPACE, prompts, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 CACHELESS = {"enable_prefix_caching": False}
 SEEDED = {"temperature": 1.0, "seed": 11}
 ALONE = turn((700,), seed=1, tokens=8) | {"sampling": {"0": SEEDED}}

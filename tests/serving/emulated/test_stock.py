@@ -19,7 +19,7 @@ from tests.checkpoints import write_random_checkpoint
 from tests.serving.emulated.conftest import asking, importing
 from tests.serving.emulated.rounds import EAGER, VOCABULARY, turn
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 STOCK = "ascend,ascend_enhanced_model,ascend_kv_connector"  # all of vllm-ascend's plugins, none of ours
 BF16 = {"dtype": "bfloat16"}

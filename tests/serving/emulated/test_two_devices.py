@@ -17,8 +17,6 @@ from tests.serving.emulated.rounds import (
     turn,
 )
 
-pytestmark = [pytest.mark.emulated, pytest.mark.slow]
-
 PARALLEL: dict[str, dict[str, Any]] = {
     "TP=2": {"tensor_parallel_size": 2},
     "TP=2, experts in parallel": {"tensor_parallel_size": 2, "enable_expert_parallel": True},

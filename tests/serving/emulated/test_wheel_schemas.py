@@ -19,8 +19,6 @@ from ascend_emulator.ops import SCHEMAS
 from emulator.tests.machine import venv
 from npu_gptoss.kernels.platform import OPERATORS as OPERATORS_OF_SOME
 
-pytestmark = pytest.mark.emulated
-
 PACKAGE = Path(__file__).resolve().parents[3] / "npu_gptoss"
 SOURCES = [
     *(PACKAGE / name for name in ("attention/ascend.py", "moe/ascend.py", "moe/expert_format.py")),
