@@ -65,9 +65,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "npu-gptoss: stopped\n"
 
 
-def test_without_openai_harmony_a_chat_command_ends_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_openai_harmony_a_chat_command_ends_with_a_sentence(monkeypatch, capsys) -> None:
     def absent(name: str) -> None:
         raise ModuleNotFoundError("No module named 'openai_harmony'", name="openai_harmony")
 

@@ -39,9 +39,7 @@ def wheel(venv: Path, release: str) -> Path:
     return venv
 
 
-def test_each_stack_has_its_own_environment_and_its_own_cann(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_each_stack_has_its_own_environment_and_its_own_cann(tmp_path, monkeypatch, capsys) -> None:
     """The environment decides which CANN is emulated: contracts of 8.3 below torch-npu 2.10 would prove nothing."""
     first, second = wheel(tmp_path / "env", "2.7.1.post2"), wheel(tmp_path / "env-9.1", "2.10.0.post4")
     base = {launch.VENV_VARIABLE: str(first)}

@@ -30,9 +30,7 @@ def test_a_checkout_names_its_commit_and_says_when_files_differ_from_it(checkout
     assert provenance.commit() == f"{head}-dirty"
 
 
-def test_copy_without_git_takes_the_commit_of_the_variable(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_without_git_takes_the_commit_of_the_variable(checkout, tmp_path, monkeypatch) -> None:
     """An installed package must not take the commit of a repository around it."""
     inner = tmp_path / "site-packages" / "npu_gptoss"
     inner.mkdir(parents=True)
@@ -46,9 +44,7 @@ def test_copy_without_git_takes_the_commit_of_the_variable(
     ("script", "version"),
     [("echo 580.159.04; echo 580.159.04", "580.159.04"), ("exit 9", "unknown"), (None, "unknown")],
 )
-def test_the_driver_is_nvidia_smis_word_and_never_an_error(
-    script: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_is_nvidia_smis_word_and_never_an_error(script, version, tmp_path, monkeypatch) -> None:
     if script is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)

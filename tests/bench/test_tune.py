@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -98,9 +97,7 @@ def test_the_sizes_that_are_measured_read_the_tile_of_the_name() -> None:
                 assert 7 in [getattr(found, field) for found in reads(site, batch)], (site.name, batch)
 
 
-def test_without_a_gpu_it_ends_with_a_sentence_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_a_gpu_it_ends_with_a_sentence_and_writes_nothing(tmp_path, capsys) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     out = tmp_path / "tiles.json"

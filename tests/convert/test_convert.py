@@ -374,9 +374,7 @@ def test_folder_with_other_files_is_not_written_into(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["link", "dead link", "."])
-def test_out_behind_a_link_is_not_refused_after_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: str
-) -> None:
+def test_out_behind_a_link_is_not_refused_after_the_work(tmp_path, capsys, monkeypatch, out) -> None:
     """Nor where it is the folder that the command runs in, which is another one afterwards."""
     config, tensors = small()
     write(tmp_path / "in", tensors, config)
@@ -412,9 +410,7 @@ def test_folder_around_a_checkpoint_is_not_said_to_lack_weights(tmp_path: Path) 
             open_source(given)
 
 
-def test_command_says_what_changed_and_the_engine_runs_the_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_says_what_changed_and_the_engine_runs_the_result(tmp_path, capsys) -> None:
     config, tensors = small()
     noisy = {n: t * 0.99 if n.endswith("_proj") else t for n, t in tensors.items()}
     source, out = write(tmp_path / "in", noisy, config), tmp_path / "out"
@@ -432,9 +428,7 @@ def test_command_says_what_changed_and_the_engine_runs_the_result(
         main(["convert", str(source)])
 
 
-def test_a_tokenizer_that_was_copied_is_not_said_to_be_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_was_copied_is_not_said_to_be_missing(tmp_path, capsys) -> None:
     config, tensors = small()
     source, out = write(tmp_path / "in", tensors, config), tmp_path / "out"
     (source / "tokenizer.json").write_text("{}")

@@ -318,9 +318,7 @@ MISTAKES = {"no alpha": (missing_alpha, "attention"), "experts in another order"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_comparison_with_peft_sees_a_mistake(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
-) -> None:
+def test_comparison_with_peft_sees_a_mistake(base, tmp_path, monkeypatch, mistake) -> None:
     wrong, kind = MISTAKES[mistake]
     model = with_adapter(base, **KINDS[kind])
     model.save_pretrained(tmp_path / "adapter")

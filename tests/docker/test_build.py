@@ -54,9 +54,7 @@ def test_cpu_image_answers_confined_as_in_compose(docker: engine.Engine) -> None
 @pytest.mark.long
 @pytest.mark.emulated
 @pytest.mark.parametrize("stack", NAMES)
-def test_910b_image_answers_through_run_910b_sh(
-    stack: str, docker: engine.Engine, debian: Path, tmp_path: Path
-) -> None:
+def test_910b_image_answers_through_run_910b_sh(stack, docker, debian, tmp_path) -> None:
     answers_through_run_910b_sh(docker, image_of_910b(docker, debian, stack, tmp_path / "context"), tmp_path)
 
 

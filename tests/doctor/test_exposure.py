@@ -33,17 +33,13 @@ def test_the_guards_name_is_a_patch() -> None:
     "program", [("vllm",), ("/x/bin/python3.11", "/x/bin/vllm"), ("python", "-m", "vllm.entrypoints.cli.main")]
 )
 @pytest.mark.parametrize("flags", [(), ("--host", "0.0.0.0"), ("--host=::",)])
-def test_a_server_that_others_reach_without_a_key_is_a_warning(
-    tmp_path: Path, program: tuple[str, ...], flags: tuple[str, ...]
-) -> None:
+def test_a_server_that_others_reach_without_a_key_is_a_warning(tmp_path, program, flags) -> None:
     here = running(machine(tmp_path), *flags, "--port", "8123", program=program)
     only(exposure.exposure(here), "warning", "port 8123 (process 7)", "asks for no key", "VLLM_API_KEY")
 
 
 @pytest.mark.parametrize(("flags", "environ"), [(("--api-key", SECRET), {}), ((), {"VLLM_API_KEY": SECRET})])
-def test_key_alone_is_a_warning_and_is_never_printed(
-    tmp_path: Path, flags: tuple[str, ...], environ: dict[str, str]
-) -> None:
+def test_key_alone_is_a_warning_and_is_never_printed(tmp_path, flags, environ) -> None:
     found = list(exposure.exposure(running(machine(tmp_path, NEW), "--host", "0.0.0.0", *flags, **environ)))
     only(found, "warning", "with a key", "proxy")
     assert SECRET not in in_words(found, {"x": [""]})
@@ -88,9 +84,7 @@ def test_server_is_reported_once_and_programs_that_name_one_are_not(tmp_path: Pa
 
 @pytest.mark.parametrize("left_out", [{"NPU_GPTOSS_SKIP_PATCHES": "a,admission"}, {"VLLM_PLUGINS": "ascend"}])
 @pytest.mark.parametrize(("packages", "state"), [(OLD, "failed"), (NEW, "warning")])
-def test_key_that_can_be_bypassed_is_reported(
-    tmp_path: Path, left_out: dict[str, str], packages: dict[str, str], state: str
-) -> None:
+def test_key_that_can_be_bypassed_is_reported(tmp_path, left_out, packages, state) -> None:
     """CVE-2026-48746 with an old starlette; with a new one, /invocations and others are open."""
     here = running(machine(tmp_path, packages), "--host", "127.0.0.1", VLLM_API_KEY=SECRET, **left_out)
     only(exposure.exposure(here), state, *left_out, "CVE-2026-48746" if state == "failed" else "/v1 alone")

@@ -73,9 +73,7 @@ def test_a_leak_of_1_mib_a_minute_is_caught(minutes: float, slope: float, noise:
         (20, (8, 11, 14), 0, "grows"),
     ],
 )
-def test_a_leak_of_threads_is_told_from_a_pool_that_fills(
-    minutes: int, at: tuple[int, ...], pool: int, verdict: str
-) -> None:
+def test_a_leak_of_threads_is_told_from_a_pool_that_fills(minutes, at, pool, verdict) -> None:
     """at: the minutes in which the engine's process gets one more thread."""
     seconds = [second / 60 for second in range(minutes * 60)]
     found = {"threads, core": [(minute, 50.0 + sum(minute >= one for one in at)) for minute in seconds]}
@@ -242,9 +240,7 @@ def test_a_fault_of_a_scripted_server_is_caught(scripted: Any, fault: str, promi
     ("sleeps", "fault", "told", "wrong"),
     [(True, "", True, False), (False, "", False, True), (True, WAKE_UP, True, False)],
 )
-def test_a_sleeping_server_is_taken_for_a_wrong_answer(
-    scripted: Any, sleeps: bool, fault: str, told: bool, wrong: bool
-) -> None:
+def test_a_sleeping_server_is_taken_for_a_wrong_answer(scripted, sleeps, fault, told, wrong) -> None:
     Scripted.fault, loop = fault, Loop(scripted.url, 1)
 
     async def run() -> None:

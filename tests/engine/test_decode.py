@@ -154,9 +154,7 @@ def test_step_launched_before_an_interrupt_is_discarded(plain, graphed, prompts)
     assert tokens(graphed, prompts[1:3], params) == tokens(plain, prompts[1:3], params)
 
 
-def test_arrival_or_cancel_between_early_steps_changes_no_tokens(
-    plain: Engine, graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrival_or_cancel_between_early_steps_changes_no_tokens(plain, graphed, prompts, monkeypatch) -> None:
     """An engine that runs ahead for ever would never admit the second, and the third's end would leave a gap."""
     counts = count_launches(graphed, monkeypatch)
     first, third = (graphed.add_request(prompt, SamplingParams(max_tokens=30)) for prompt in prompts[:2])

@@ -46,9 +46,7 @@ def written(path: Path, gpu: Gpu = H100, **changed: Any) -> Path:
     return path
 
 
-def test_a_gpu_with_a_table_of_its_own_gets_it_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_with_a_table_of_its_own_gets_it_without_a_word(monkeypatch, caplog) -> None:
     on(monkeypatch, H200)
     assert table().gpu == H200
     on(monkeypatch, None)
@@ -57,9 +55,7 @@ def test_a_gpu_with_a_table_of_its_own_gets_it_without_a_word(
     assert caplog.records == []
 
 
-def test_another_gpu_gets_the_nearest_and_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_gpu_gets_the_nearest_and_one_line(monkeypatch, caplog) -> None:
     on(monkeypatch, H100)
     with caplog.at_level(logging.INFO, "vllm.npu_gptoss"):
         for name in (NAME, "dense.output.32"):
@@ -90,9 +86,7 @@ def test_nearest_gpu_by_capability_then_processors_then_memory() -> None:
     assert nearest(H100, slower).gpu.name == "b"
 
 
-def test_a_users_table_counts_on_the_gpu_that_it_was_measured_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_users_table_counts_on_the_gpu_that_it_was_measured_on(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("NPU_GPTOSS_TILES", str(written(tmp_path / "h100.json", stages=3)))
     on(monkeypatch, H100)
     assert tile(NAME, dict)["stages"] == 3
@@ -118,9 +112,7 @@ def test_a_users_table_counts_on_the_gpu_that_it_was_measured_on(
     ],
     ids=["absent", "cut off", "a list", "half a GPU", "empty", "unknown", "too few", "zero", "text"],
 )
-def test_a_spoiled_table_is_refused_with_the_command_that_writes_it_anew(
-    tmp_path: Path, content: Any, words: str
-) -> None:
+def test_a_spoiled_table_is_refused_with_the_command_that_writes_it_anew(tmp_path, content, words) -> None:
     path = tmp_path / "tiles.json"
     if isinstance(content, dict):
         content = json.dumps({**json.loads(as_text(shipped()[0])), **content})

@@ -27,9 +27,7 @@ def random_pair(*shape: int, low: int = 1, high: int = 250, seed: int = 0) -> tu
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("scale", "largest"), [(253, 5), (254, 3)])
-def test_largest_scales_are_exact_up_to_the_range_and_refused_above(
-    dtype: torch.dtype, scale: int, largest: int
-) -> None:
+def test_largest_scales_are_exact_up_to_the_range_and_refused_above(dtype, scale, largest) -> None:
     """6 * 2 ** 126 and 2 * 2 ** 127 exceed the range of bfloat16 and float32: no silent infinity."""
     scales = torch.full((1, 1), scale, dtype=torch.uint8)
     fits = torch.full((1, 1, 16), largest | (largest | 8) << 4, dtype=torch.uint8)
@@ -86,9 +84,7 @@ def test_views_that_are_not_contiguous_are_read_in_order() -> None:
         ((2, 16), (2,), torch.float16, "dtype"),
     ],
 )
-def test_wrong_shapes_and_target_dtypes_are_refused(
-    blocks: tuple[int, ...], scales: tuple[int, ...], dtype: torch.dtype, field: str
-) -> None:
+def test_wrong_shapes_and_target_dtypes_are_refused(blocks, scales, dtype, field) -> None:
     with refused(field, Mxfp4Error):
         expand(torch.zeros(blocks, dtype=torch.uint8), torch.zeros(scales, dtype=torch.uint8), dtype)
 

@@ -31,9 +31,7 @@ ARTICLE = (
         ("--on cpu", "enforce_eager=True", "VLLM_CPU_KVCACHE_SPACE"),  # which the user has set
     ],
 )
-def test_the_settings_of_a_dry_run(
-    options: str, printed: str, not_printed: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_settings_of_a_dry_run(options, printed, not_printed, capsys, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
     assert offline.main([*HUB.split(), "--dry-run", *options.split()]) == 0
     said = capsys.readouterr().out
@@ -56,9 +54,7 @@ def test_an_impossible_run_is_refused_by_name(options: str, words: str, capsys: 
 
 
 @pytest.mark.parametrize("release", ["0.11", "0.23", "0.33"])
-def test_a_profiler_is_not_asked_for_as_its_release_reads_it(
-    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_profiler_is_not_asked_for_as_its_release_reads_it(release, tmp_path, monkeypatch, capsys) -> None:
     """vLLM 0.23 and later do not look at VLLM_TORCH_PROFILER_DIR."""
     (line,) = (row for row in RELEASES if row.name == release)
     monkeypatch.setattr(offline, "here", lambda: line)

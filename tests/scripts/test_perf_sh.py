@@ -59,9 +59,7 @@ def test_name_and_tokenizer_come_from_the_server(scripts: Path, tokenizer: Path)
         ("", "--out new", 9, ""),  # evalscope's own failure
     ],
 )
-def test_an_impossible_measurement_ends_the_script(
-    served: str, options: str, status: int, words: str, scripts: Path, tokenizer: Path
-) -> None:
+def test_an_impossible_measurement_ends_the_script(served, options, status, words, scripts, tokenizer) -> None:
     with fake_server({"served": served or str(tokenizer)}) as url:
         done = run("perf.sh", "--url", url, *options.split(), scripts=scripts)
     assert done.returncode == status
@@ -110,9 +108,7 @@ def test_another_model_is_not_compared_with_the_article(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(("options", "words"), [({"failed": 3}, "3 of 20"), ({"tokens": 97.5}, "97.5 tokens at 10")])
-def test_times_of_something_else_are_not_comparable(
-    options: dict[str, float], words: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_times_of_something_else_are_not_comparable(options, words, tmp_path, capsys) -> None:
     summary(tmp_path, 10, **options)
     assert perf_report.main([str(tmp_path)]) == 1
     assert f"NOT COMPARABLE: {words}" in capsys.readouterr().out.replace("answers have ", "")

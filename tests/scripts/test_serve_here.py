@@ -62,9 +62,7 @@ def read_when_written(log: Path) -> str:
         ("no.such.host.invalid", 8000, "HOST"),
     ],
 )
-def test_an_address_that_cannot_be_is_refused(
-    host: str, port: int | str | None, words: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_address_that_cannot_be_is_refused(host, port, words, capsys) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -82,9 +80,7 @@ def test_an_address_that_cannot_be_is_refused(
         (("config.json", "model.safetensors"), r"config\.json: model_type"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
-    tmp_path: Path, files: tuple[str, ...] | None, words: str
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(tmp_path, files, words) -> None:
     model = tmp_path / "model"
     if files is not None:
         model.mkdir()
@@ -94,9 +90,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
         serve_here.own_checkpoint(str(model))
 
 
-def test_two_servers_started_together_write_the_tiny_checkpoint_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_started_together_write_the_tiny_checkpoint_once(tmp_path, monkeypatch) -> None:
     """The second writer would remove the files that the first server loads."""
     written: list[str] = []
 
@@ -137,9 +131,7 @@ def test_in_a_container_the_hint_is_not_to_leave_host_out(monkeypatch: pytest.Mo
         ("--port {} --ssl-certfile c --ssl_keyfile k", "https://127.0.0.1:{}", "gpt-oss-tiny"),
     ],
 )
-def test_make_waits_elsewhere_than_its_flags_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: str, url: str, name: str
-) -> None:
+def test_make_waits_elsewhere_than_its_flags_say(tmp_path, monkeypatch, capsys, flags, url, name) -> None:
     port, asked, log = free_port(), [], tmp_path / "log"
     log.touch()
     monkeypatch.setattr(serve_here, "tiny_checkpoint", lambda: Path("tiny"))

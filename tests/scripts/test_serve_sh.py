@@ -160,9 +160,7 @@ def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path
         ("--cards 2 -- --config a.yaml", "AIV", None, False),
     ],
 )
-def test_vector_cores_do_not_run_collectives_of_several_groups(
-    options: str, set_by_user: str | None, expected: str | None, told: bool
-) -> None:
+def test_vector_cores_do_not_run_collectives_of_several_groups(options, set_by_user, expected, told) -> None:
     variables = {} if set_by_user is None else {AIV: set_by_user}
     done = run("serve.sh", "--dry-run", *HUB, *options.split(), **variables)
     assert printed_command(done)[0].get(AIV) == expected
@@ -198,9 +196,7 @@ def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> Non
         ("0.23.0+empty", "x", None),
     ],
 )
-def test_vllm_ascend_gets_the_version_of_its_vllm(
-    installed: str, set_by_user: str | None, expected: str | None, tmp_path: Path
-) -> None:
+def test_vllm_ascend_gets_the_version_of_its_vllm(installed, set_by_user, expected, tmp_path) -> None:
     write_program(tmp_path / "python3", f"echo {installed}")
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **({"VLLM_VERSION": set_by_user} if set_by_user else {})}
     assert serve(*HUB, **variables)[0].get("VLLM_VERSION") == expected

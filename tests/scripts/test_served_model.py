@@ -42,9 +42,7 @@ def test_another_server_is_recognised(status: int, body: str, words: str, capsys
     assert words in capsys.readouterr().err
 
 
-def test_a_proxy_that_was_asked_instead_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_proxy_that_was_asked_instead_is_named(monkeypatch, capsys) -> None:
     """It answers for a server that it cannot reach; evalscope would ask it too."""
     monkeypatch.delenv("NO_PROXY", raising=False)
     with fake_server({}, 502, "") as proxy, fake_server({"a": "/a"}) as url:

@@ -180,9 +180,7 @@ def test_a_fault_of_uv_becomes_a_sentence(said: str, cause: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_refusal_of_the_file_system_becomes_a_sentence(
-    number: int, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_refusal_of_the_file_system_becomes_a_sentence(number, tmp_path, capsys) -> None:
     def fail() -> None:
         raise OSError(number, os.strerror(number), str(tmp_path / ".venv"))
 

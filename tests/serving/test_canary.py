@@ -44,9 +44,7 @@ class Stepping(Canary):
         (0.3, float("nan"), True, 1),
     ],
 )
-def test_a_difference_is_a_fault_only_beyond_what_rounding_does(
-    noise: float, fault: float, wrong: bool, unjudged: int
-) -> None:
+def test_a_difference_is_a_fault_only_beyond_what_rounding_does(noise, fault, wrong, unjudged) -> None:
     found = Findings(context=0.7)
     Stepping(noise, fault)._compare(found, FULL, 4, BATCH, OTHER)
     assert (FULL in found.wrong, found.unjudged) == (wrong, unjudged)

@@ -130,9 +130,7 @@ def test_a_bf16_checkpoint_that_does_not_fit_has_no_packed_remedy(decide: Decide
     assert "or packed" not in str(told.value)
 
 
-def test_a_format_that_packed_experts_do_not_have_is_warned_of(
-    decide: Decide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_format_that_packed_experts_do_not_have_is_warned_of(decide, monkeypatch, caplog) -> None:
     monkeypatch.setenv("NPU_GPTOSS_EXPERT_FORMAT", "nz")
     with caplog.at_level(logging.WARNING, "vllm.npu_gptoss"):
         assert not decide(SMALL, total=MEMORY["910B3"])

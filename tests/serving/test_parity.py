@@ -100,13 +100,7 @@ def test_a_prefix_cache_hit_changes_nothing(engine, prompts, expected, oracle):
     assert worst(got, [expected[-1][-1], expected[-1][-1], oracle_logits(oracle, other)[-1]]) < TOLERANCE
 
 
-def test_preempted_requests_give_the_same_tokens(
-    directory: Path,
-    prompts: list[list[int]],
-    oracle: Any,
-    start_engine: Callable[..., LLM],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_preempted_requests_give_the_same_tokens(directory, prompts, oracle, start_engine, monkeypatch) -> None:
     """60 blocks hold the longest request, but not all: vLLM takes blocks away from requests that already answer."""
     small = start_engine(directory, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=60)
     preempted = []

@@ -29,9 +29,7 @@ def test_all_right_is_zero_with_a_line_for_each_target(tmp_path: Path, capsys: p
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_wrong_kernel_is_one_and_shows_the_worst_elements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_kernel_is_one_and_shows_the_worst_elements(tmp_path, monkeypatch, capsys) -> None:
     right = function_checks.mxfp4.expand
     monkeypatch.setattr(
         function_checks.mxfp4,

@@ -65,9 +65,7 @@ def test_steps_fail_on_kernels_broken_on_purpose() -> None:
     assert "skipped" not in done.stdout
 
 
-def test_without_the_compiler_the_command_names_the_set_up(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_compiler_the_command_names_the_set_up(capsys, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert main(["verify", "--compile"]) == 2
     said = capsys.readouterr().err

@@ -160,9 +160,7 @@ def test_wrong_kernel_ends_with_one_and_is_named(tmp_path: Path, monkeypatch: An
     assert out.endswith("wrong: attention.paged.small_ops\n")
 
 
-def test_folder_keeps_the_newest_calls_and_none_that_is_too_large(
-    tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
+def test_folder_keeps_the_newest_calls_and_none_that_is_too_large(tmp_path, monkeypatch, caplog) -> None:
     dump = Dump(tmp_path)
     for number in range(MOST_FILES + 4):
         dump("moe.route.small_ops", {"logits": torch.full((2, 8), float(number)), "top_k": 4})

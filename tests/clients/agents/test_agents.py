@@ -105,9 +105,7 @@ def test_claude_code_shows_the_model_s_words_as_found_on_the_web(ask: Callable[.
     [("@ai-sdk/openai-compatible", CHAT), ("@ai-sdk/openai", RESPONSES), ("@ai-sdk/anthropic", MESSAGES)],
     ids=["chat", "responses", "messages"],
 )
-def test_opencode_loses_a_call_or_a_turn(
-    ask: Callable[..., str], asked: Asked, tmp_path: Path, sdk: str, route: str
-) -> None:
+def test_opencode_loses_a_call_or_a_turn(ask, asked, tmp_path, sdk, route) -> None:
     assert ask(cli.opencode, script.FIRST, sdk=sdk) == script.COUNTED
     assert made_in(tmp_path) == "twelve bytes"
     assert asked.all() == [route] * 2

@@ -152,9 +152,7 @@ def test_engine_death_gives_exit_status_1_and_a_normal_end_none(patched: Any, mo
 @pytest.mark.parametrize(
     ("exitcode", "words"), [(None, ""), (-9, "VLLM_DP_Coordinator was ended by SIGKILL"), (0, "ended")]
 )
-def test_engines_without_a_coordinator_let_requests_wait_for_ever(
-    patched: Any, monkeypatch: pytest.MonkeyPatch, exitcode: int | None, words: str
-) -> None:
+def test_engines_without_a_coordinator_let_requests_wait_for_ever(patched, monkeypatch, exitcode, words) -> None:
     """With --data-parallel-size and one API server; /health said 200."""
     core, looked = dead_core(None, ""), []
     engine = types.SimpleNamespace(engine_core=core)

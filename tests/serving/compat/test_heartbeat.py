@@ -70,9 +70,7 @@ def test_call_number_is_none_of_vllms_own() -> None:
     ("silent", "step", "words"),
     [(0.0, 0.0, ""), (9.0, 299.0, ""), (11.0, 0.0, "silent for 11 s"), (0.0, 301.0, "has lasted 301 s")],
 )
-def test_busy_engine_is_healthy_and_a_hung_engine_is_not(
-    monkeypatch: pytest.MonkeyPatch, silent: float, step: float, words: str
-) -> None:
+def test_busy_engine_is_healthy_and_a_hung_engine_is_not(monkeypatch, silent, step, words) -> None:
     heart = pulse.Pulse({})
     now = time.monotonic()
     monkeypatch.setattr(pulse.time, "monotonic", lambda: now)

@@ -213,9 +213,7 @@ def test_every_step_equals_vllms_own(patched: Callable[..., Any], model: str, na
 
 
 @pytest.mark.parametrize("spoilt", ["border", "window", "commit"])
-def test_overlooked_block_end_is_detected(
-    patched: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch, spoilt: str
-) -> None:
+def test_overlooked_block_end_is_detected(patched, model, monkeypatch, spoilt) -> None:
     with patched():
         expected = [history(model, Way(), seed) for seed in range(2)]
     groups = running._groups
@@ -239,9 +237,7 @@ def test_overlooked_block_end_is_detected(
     assert found != expected
 
 
-def test_most_decode_steps_skip_the_groups(
-    patched: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_most_decode_steps_skip_the_groups(patched, model, monkeypatch) -> None:
     """Otherwise the tests above compare vLLM's code with itself."""
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 

@@ -72,9 +72,7 @@ TAG = {"type": "structural_tag", "format": {"type": "regex", "pattern": "(a?){9}
 
 
 @newer
-def test_structural_tag_is_not_parsed_while_a_request_is_read(
-    patched: Any, admitted: Structures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_structural_tag_is_not_parsed_while_a_request_is_read(patched, admitted, monkeypatch) -> None:
     """pydantic's validators would parse it in the server's event loop."""
     from vllm.v1.structured_output import backend_xgrammar
 
@@ -94,9 +92,7 @@ def test_structural_tag_is_not_parsed_while_a_request_is_read(
 
 
 @newer
-def test_structure_of_any_route_is_compiled_before_the_engine_gets_it(
-    patched: Any, admitted: Structures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_structure_of_any_route_is_compiled_before_the_engine_gets_it(patched, admitted, monkeypatch) -> None:
     """/inference/v1/generate brings its own SamplingParams. A completion has no reasoning to wait for."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM

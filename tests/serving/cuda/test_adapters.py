@@ -199,9 +199,7 @@ def test_a_mutation_is_seen(runner: Runner, folders: list[Path], mutate: Callabl
         runner.step([5, 40, 20], [None, asked(folders, ONE), asked(folders, THREE)])
 
 
-def test_an_adapter_that_cannot_be_served_names_the_merge(
-    runner: Runner, folders: list[Path], config: GptOssConfig, tmp_path: Path
-) -> None:
+def test_an_adapter_that_cannot_be_served_names_the_merge(runner, folders, config, tmp_path) -> None:
     """Each is refused alone: the server and the other adapters go on."""
     wide = write_adapter(tmp_path / "wide", config, seed=5, rank=2 * RANK, experts=False)
     head = write_adapter(tmp_path / "head", config, seed=5, experts=False)

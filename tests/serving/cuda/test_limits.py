@@ -107,9 +107,7 @@ def test_ranks_that_cannot_cut_mxfp4_are_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize(("checkpoint", "wish"), [(MXFP4, "expanded"), (BF16, "packed")], ids=["mxfp4", "bf16"])
-def test_an_unavailable_format_of_the_experts_is_refused(
-    checkpoint: Having, wish: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unavailable_format_of_the_experts_is_refused(checkpoint, wish, monkeypatch) -> None:
     """Here the variable was silently ignored."""
     for word in ("auto", "packed" if wish == "expanded" else "expanded"):
         monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", word)

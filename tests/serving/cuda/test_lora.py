@@ -88,9 +88,7 @@ def exact(checkpoint: Path, prompts: list[list[int]]) -> tuple[Engine, list[list
     return engine, [list(result.token_ids) for result in results]
 
 
-def test_base_and_two_adapters_in_one_batch_answer_as_merged(
-    servers: tuple[Server, Server], checkpoints: dict[str, Path]
-) -> None:
+def test_base_and_two_adapters_in_one_batch_answer_as_merged(servers, checkpoints) -> None:
     """`two` is loaded, dropped and loaded again while the others are answered."""
     server, _ = servers
     assert ours(server.log), "vLLM's own model serves"

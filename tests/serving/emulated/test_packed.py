@@ -129,9 +129,7 @@ THREE_GROUPS = {"intermediate": 96, "kv_heads": 4}
 @pytest.mark.long
 @on_stacks()
 @pytest.mark.parametrize("mode", ["eager", "full decode graphs"])
-def test_four_devices_cut_packed_experts_within_a_group_of_32(
-    serve: Serve, stack: str, tmp_path: Path, mode: str
-) -> None:
+def test_four_devices_cut_packed_experts_within_a_group_of_32(serve, stack, tmp_path, mode) -> None:
     """Each rank's own columns equal the expanded ones, and the others add exact zeros to its sums. So the bits are the
     same unless a longer sum is added up in another order: not here, and a card has to show it."""
     model = tmp_path / "three-groups"
@@ -162,9 +160,7 @@ def is_a_quarter(config: GptOssConfig, packed: str, expanded: str) -> bool:
 
 @pytest.mark.long
 @on_stacks(but=("9.1",))
-def test_packed_experts_take_a_quarter_of_the_card(
-    with_triton: subprocess.Popen[str], mostly_experts: tuple[Path, GptOssConfig], tmp_path: Path
-) -> None:
+def test_packed_experts_take_a_quarter_of_the_card(with_triton, mostly_experts, tmp_path) -> None:
     """They are chosen where BF16 does not fit; a build that keeps the BF16, too, is seen."""
     model, config = mostly_experts
     serve = asking(with_triton, model, tmp_path)

@@ -48,9 +48,7 @@ def masks_of_a_long_prompt(checkpoint: Path, folder: Path, **variables: str) -> 
     return sum(e["event"] == "copy" and e["kind"] == "h2d" and e["bytes"] == 2 * LONG**2 for e in events), printed
 
 
-def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(
-    serve_stock: Serve, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(serve_stock, checkpoint, tmp_path) -> None:
     """The buffer is rope's table, which vllm-ascend's forward replaces by one in another dtype."""
     with pytest.raises(AssertionError, match="nothing was served") as ending:
         serve_stock([], options=PIECEWISE)

@@ -172,9 +172,7 @@ def test_token_count_equals_the_prompts_length(server: Server) -> None:
         ({"input": [{"role": "wizard", "content": "hi"}]}, "input[0].role", 400),
     ],
 )
-def test_count_of_a_response_that_cannot_be_is_refused(
-    server: Server, fields: dict[str, Any], param: str, status: int
-) -> None:
+def test_count_of_a_response_that_cannot_be_is_refused(server, fields, param, status) -> None:
     """vllm issue 49533."""
     answer = server.post("/v1/responses/input_tokens", {"model": NAME} | fields)
     assert (answer.status, answer.error["param"]) == (status, param)

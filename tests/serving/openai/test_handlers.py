@@ -172,9 +172,7 @@ def test_checkpoint_in_the_hugging_face_cache_is_not_found(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("kind", "comments"), [(b"text/event-stream; charset=utf-8", True), (b"application/json", False)]
 )
-def test_silent_stream_is_ended_by_a_proxy_or_stays_in_memory(
-    monkeypatch: pytest.MonkeyPatch, kind: bytes, comments: bool
-) -> None:
+def test_silent_stream_is_ended_by_a_proxy_or_stays_in_memory(monkeypatch, kind, comments) -> None:
     monkeypatch.setattr(intake, "KEEP_ALIVE", 0.02)
     sent: list[bytes] = []
 
@@ -212,9 +210,7 @@ def test_silent_stream_is_ended_by_a_proxy_or_stays_in_memory(
         ("llama", "hermes", "a.jinja", []),  # vLLM's own handlers read both
     ],
 )
-def test_option_without_effect_goes_unsaid(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, parser: str | None, template: str | None, told: list[str]
-) -> None:
+def test_option_without_effect_goes_unsaid(monkeypatch, model_type, parser, template, told) -> None:
     said: list[str] = []
     monkeypatch.setattr(engine.logger, "warning", lambda _, *words: said.extend(words))
     monkeypatch.setattr(engine, "checkpoint_directory", lambda _: None)

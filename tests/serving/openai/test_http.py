@@ -194,9 +194,7 @@ REFUSED = [(api, *row) for api, rows in (("chat", CHATS + BY_THE_ENGINE), ("resp
 
 
 @pytest.mark.parametrize(("api", "fields", "param"), REFUSED)
-def test_refusal_names_the_field_and_nothing_of_pydantic(
-    server: Server, api: str, fields: dict[str, Any], param: str
-) -> None:
+def test_refusal_names_the_field_and_nothing_of_pydantic(server, api, fields, param) -> None:
     error = server.ask(api)(ANSWER, **fields).error
     assert error["param"] == param, error
     assert error["code"] == 400
