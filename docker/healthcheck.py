@@ -1,6 +1,7 @@
 """Exits with 0 if the server answers /health: the images' HEALTHCHECK, because some images lack curl.
 
-It asks where the running `vllm serve` listens: the container's own options may name another port than PORT.
+It asks where the running `vllm serve` listens, because the container's own options may name another port than PORT;
+of several, the one at PORT.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), ITS_OWN)
 
 
 def main(here: Machine | None = None) -> int:
-    running = servers(here or Machine())
     host, port = "127.0.0.1", os.environ.get("PORT", "8000")
+    running = [
+        (server.option("--host", "0.0.0.0"), server.option("--port", "8000")) for server in servers(here or Machine())
+    ]
     if running:
-        host, port = running[0].option("--host", "0.0.0.0"), running[0].option("--port", "8000")
+        host, port = next((place for place in running if place[1] == port), running[0])
     for secure in (False, True):  # --ssl-certfile
         url = f"{local_url(host, port, secure)}/health"
         try:

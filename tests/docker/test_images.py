@@ -241,10 +241,16 @@ def test_health_check_fails_without_a_server(monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.parametrize(
     ("scheme", "flags"),
-    [("http", None), ("https", None), ("http", "--host 0.0.0.0 --port 1 --port {}"), ("http", "--host ::1 --port={}")],
+    [
+        ("http", None),
+        ("https", None),
+        ("http", "--host 0.0.0.0 --port 1 --port {}"),
+        ("http", "--host ::1 --port={}"),
+        ("http", "--port {}"),
+    ],
 )
 def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str, flags: str | None) -> None:
-    """Behind the user's proxy, with `--ssl-certfile`, or at another address than PORT says."""
+    """Behind the user's proxy, with `--ssl-certfile`, at another address than PORT says, or beside another server."""
 
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -270,10 +276,13 @@ def test_health_check_misses_a_healthy_server(tmp_path: Path, scheme: str, flags
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
         environment |= {"PORT": "1" if flags else str(server.server_port), "PYTHONPATH": str(ROOT)}
-        if flags:  # the container's processes
-            command = ["/usr/bin/vllm", "serve", "/model", *flags.format(server.server_port).split()]
-            (tmp_path / "proc/7").mkdir(parents=True)
-            (tmp_path / "proc/7/cmdline").write_bytes("\0".join([*command, ""]).encode())
+        commands = {"7": flags.format(server.server_port)} if flags else {}  # the container's processes
+        if flags == "--port {}":
+            commands["6"], environment["PORT"] = "--port 2", str(server.server_port)
+        for process, words in commands.items():
+            command = ["/usr/bin/vllm", "serve", "/model", *words.split()]
+            (tmp_path / "proc" / process).mkdir(parents=True)
+            (tmp_path / "proc" / process / "cmdline").write_bytes("\0".join([*command, ""]).encode())
         environment |= {"http_proxy": "http://127.0.0.1:1", "https_proxy": "http://127.0.0.1:1"}
         code = "from pathlib import Path; from docker.healthcheck import *; sys.exit(main(Machine(Path(sys.argv[1]))))"
         check = [sys.executable, "-c", code, str(tmp_path)]
