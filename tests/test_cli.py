@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,10 +58,7 @@ def test_output_that_nobody_takes_gives_a_traceback(output: str, code: int, told
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
-    def run(arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(importlib.import_module(COMMANDS["doctor"][0]), "run", run)
+    monkeypatch.setattr(importlib.import_module(COMMANDS["doctor"][0]), "run", Mock(side_effect=KeyboardInterrupt))
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "npu-gptoss: stopped\n"
 

@@ -71,11 +71,7 @@ def test_slots_after_the_real_rows_are_never_written(kernel):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "device"),
-    [
-        ("reference", "cpu"),
-        pytest.param("triton", "cuda", marks=pytest.mark.cuda),
-    ],
+    ("kernel", "device"), [("reference", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.cuda)]
 )
 def test_a_cache_in_fp8_takes_its_largest_number_for_a_larger_one(kernel, device):
     """torch rounds it to NaN, which no later request would lose."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -393,10 +394,7 @@ def test_a_mounted_folder_is_not_refused_after_the_work(tmp_path: Path, monkeypa
     source, out = write(tmp_path / "in", tensors, config), tmp_path / "out"
     out.mkdir()
 
-    def busy(path: Path) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    monkeypatch.setattr(Path, "rmdir", busy)
+    monkeypatch.setattr(Path, "rmdir", Mock(side_effect=OSError(errno.EBUSY, os.strerror(errno.EBUSY))))
     with refused("OUT"):
         convert(Job(open_source(source), out, "bf16"), progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]

@@ -10,17 +10,7 @@ import yaml
 
 pytest.importorskip("promql_parser", reason="promql-parser is missing: make setup")
 
-from tests.docker.dashboard import (
-    DASHBOARD,
-    ROOT,
-    RULES,
-    VARIABLES,
-    Query,
-    alerts,
-    kept_labels,
-    queries,
-    series,
-)
+from tests.docker.dashboard import DASHBOARD, ROOT, RULES, VARIABLES, Query, alerts, kept_labels, queries, series
 
 (SOURCE,) = yaml.safe_load((ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml").read_text())[
     "datasources"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,9 +49,7 @@ def test_a_harmony_that_does_not_load_or_garbles_is_a_failure(tmp_path, model, m
     monkeypatch.setattr(checked, "SAMPLE", "<|start|>\ud800")
     only(vocabulary(machine(tmp_path), model), "failed", "decodes its own tokens to another text", VOCABULARY_FILE)
 
-    def load(name):
-        raise RuntimeError("error downloading or loading vocab file")
-
+    load = Mock(side_effect=RuntimeError("error downloading or loading vocab file"))
     monkeypatch.setattr(harmony, "load_harmony_encoding", load)
     only(vocabulary(machine(tmp_path), model), "failed", "cannot load it: error downloading", "force-reinstall")
 

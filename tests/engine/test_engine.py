@@ -364,8 +364,7 @@ def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    ("weights", "expected"),
-    [("auto", "float32"), ("bf16", "float32"), ("mxfp4", "mxfp4"), ("fp8", "float8_e4m3fn")],
+    ("weights", "expected"), [("auto", "float32"), ("bf16", "float32"), ("mxfp4", "mxfp4"), ("fp8", "float8_e4m3fn")]
 )
 def test_experts_reach_their_kernel_in_the_format_asked_for(tmp_path, monkeypatch, weights, expected, streamed) -> None:
     """A CPU computes the same with either, so the test compares the format; "bf16" is floats in the dtype."""

@@ -136,10 +136,7 @@ def test_bench_under_torchrun_writes_one_table_with_its_layout(directory, tmp_pa
 
 def test_a_device_by_number_is_refused_where_each_rank_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    with (
-        refused("device"),
-        device_and_ranks("cuda:1", TENSOR),
-    ):
+    with refused("device"), device_and_ranks("cuda:1", TENSOR):
         pass
 
 

@@ -18,17 +18,7 @@ from npu_gptoss.harmony.encoding import ContextError
 from npu_gptoss.tiny.tokenizer_files import CHAT_TEMPLATE_FILE
 from research.tiny_data import make_example
 from research.tiny_text import Style
-from tests.frontend.conversations import (
-    CONVERSATIONS,
-    NOW,
-    answer,
-    as_chat,
-    as_response,
-    call,
-    result,
-    system,
-    user,
-)
+from tests.frontend.conversations import CONVERSATIONS, NOW, answer, as_chat, as_response, call, result, system, user
 
 SYSTEM = """<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.
 Knowledge cutoff: 2024-06

@@ -220,7 +220,7 @@ def test_the_fields_of_a_request_do_not_reach_the_engine():
     assert request.asked.warnings == ("nobody is no field of this API and has no effect",)
     answer = responses.Answer(request, responses.Facts("r", "m", 1), None)
     assert {name: answer.response("queued")[name] for name in ("status", "max_output_tokens", "metadata")} == {
-        **{"status": "queued", "max_output_tokens": 9, "metadata": {"a": "b"}},
+        **{"status": "queued", "max_output_tokens": 9, "metadata": {"a": "b"}}
     }
 
 

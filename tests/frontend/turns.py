@@ -17,10 +17,7 @@ TWO_CALLS = CALL.replace("<|call|>", "<|end|>") + NEXT + CALL
 PARIS = ["get_weather", '{"city":"Paris"}']
 WEATHER = {
     "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {"cmd": {}}}}}

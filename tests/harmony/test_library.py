@@ -13,12 +13,7 @@ import pytest
 pytest.importorskip("openai_harmony")
 
 from npu_gptoss.harmony import library
-from npu_gptoss.harmony.vocabulary import (
-    BASE_VARIABLE,
-    VOCABULARY_FILE,
-    VocabularyError,
-    is_published_vocabulary,
-)
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError, is_published_vocabulary
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 NOWHERE = "http://127.0.0.1:9"

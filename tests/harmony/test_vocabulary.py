@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,10 +111,7 @@ def test_read_only_checkpoint_sends_the_vocabulary_to_the_cache(tmp_path, vocab,
 
 
 def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
-    def full_disk(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full_disk)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         vocabulary.write_atomically(tmp_path / "file", b"content")
     assert leftovers(tmp_path) == []

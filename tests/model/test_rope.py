@@ -24,10 +24,7 @@ def test_frequencies_equal_transformers_bit_for_bit(truncate, head_dim, factor, 
     """Context and base put the ends of the ramp before the first pair, among the pairs, and behind the last."""
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     config = dataclasses.replace(
-        gpt_oss_20b(),
-        head_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=YarnScaling(factor, trained, 32, 1, truncate),
+        gpt_oss_20b(), head_dim=head_dim, rope_theta=theta, rope_scaling=YarnScaling(factor, trained, 32, 1, truncate)
     )
     theirs = SimpleNamespace(
         rope_theta=config.rope_theta,

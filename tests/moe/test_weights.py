@@ -10,15 +10,7 @@ import torch
 from npu_gptoss import moe
 from npu_gptoss.kernels import ANY, Range, accepts, bind, platform_override, register_kernel
 from npu_gptoss.kernels.registry import registering_as, registry
-from npu_gptoss.moe import (
-    ExpertWeights,
-    Fp8Experts,
-    Mxfp4Experts,
-    keeps_format,
-    mxfp4,
-    prepare_experts,
-    quantize_fp8,
-)
+from npu_gptoss.moe import ExpertWeights, Fp8Experts, Mxfp4Experts, keeps_format, mxfp4, prepare_experts, quantize_fp8
 from npu_gptoss.moe.weights import FP8, FP8_LARGEST, on_device
 from tests import ascend_ops
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, local_share, make_layer

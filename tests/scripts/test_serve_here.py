@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,10 +111,7 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(tmp_path, m
 
 
 def test_a_file_system_without_locks_ends_no_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
     with held(tmp_path):
         assert serve_here.tiny_checkpoint(tmp_path / "gpt-oss-tiny").is_dir()
 
@@ -150,10 +148,7 @@ def test_make_waits_for_ever_for_a_server_on_a_socket(capsys: Any) -> None:
 
 
 def test_a_ctrl_c_before_the_server_starts_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(serve_here, "tiny_checkpoint", interrupted)
+    monkeypatch.setattr(serve_here, "tiny_checkpoint", Mock(side_effect=KeyboardInterrupt))
     assert serve_here.main(["--port", str(free_port())]) == 130
 
 
@@ -256,11 +251,8 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_leaves_no_server_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(signum: int) -> None:
-        raise KeyboardInterrupt
-
     process = serve_here.start([sys.executable, "-c", SLEEPS], os.environ, tmp_path / "log")
-    monkeypatch.setattr(process, "send_signal", interrupted)
+    monkeypatch.setattr(process, "send_signal", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         serve_here.stop(process)
     assert process.returncode == -signal.SIGKILL

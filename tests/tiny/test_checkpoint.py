@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,11 +160,8 @@ def test_a_directory_that_is_not_ours_is_never_replaced(tmp_path, quick):
 
 
 def test_interrupted_write_leaves_nothing(tmp_path, quick, monkeypatch):
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
     for module, name in ((tiny, "write_checkpoint"), (os, "replace")):  # a mounted folder refuses the second
-        monkeypatch.setattr(module, name, stop)
+        monkeypatch.setattr(module, name, Mock(side_effect=KeyboardInterrupt))
         (tmp_path / "model").mkdir(exist_ok=True)
         with pytest.raises(KeyboardInterrupt):
             write_tiny(tmp_path / "model", config=tiny_config(**SMALL))

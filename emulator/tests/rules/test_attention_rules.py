@@ -528,9 +528,7 @@ def test_R92_up_to_9_0_the_sink_is_read_past_its_end():
 
 
 @pytest.mark.parametrize(
-    "broken",
-    [case(learnable_sink=torch.randn(40).half()[:8]), sized(128)],
-    ids=["float16", "another head size"],
+    "broken", [case(learnable_sink=torch.randn(40).half()[:8]), sized(128)], ids=["float16", "another head size"]
 )
 def test_R93_from_9_0_on_another_sink_means_another_kernel(broken):
     for cann in ("9.0", "9.1"):

@@ -17,7 +17,7 @@ BROKEN: Broken = {
             lambda: OPS["npu::npu_quantize"](torch.zeros(2, 32), torch.ones(1), None, torch.float8_e5m2),
             "float8_e5m2",
         ),
-    },
+    }
 }
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -41,10 +42,7 @@ class Reached(Exception):
 def stop_where_vllm_begins_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.engine import arg_utils
 
-    def reached(*_: object, **__: object) -> None:
-        raise Reached
-
-    monkeypatch.setattr(arg_utils, "maybe_override_with_speculators", reached)
+    monkeypatch.setattr(arg_utils, "maybe_override_with_speculators", Mock(side_effect=Reached))
 
 
 def engine_config(directory: Path, **options: Any) -> Any:

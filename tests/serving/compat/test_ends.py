@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -378,9 +379,7 @@ def test_stream_cut_by_the_engines_end_is_a_503(patched: Any) -> None:
 
 
 def test_number_that_a_logger_rejects_does_not_end_the_output_task(patched):
-    def record(*_: Any, **__: Any) -> None:
-        raise ValueError("Counters can only be incremented by non-negative amounts.")
-
+    record = Mock(side_effect=ValueError("Counters can only be incremented by non-negative amounts."))
     manager = object.__new__(loggers.StatLoggerManager)
     manager.per_engine_logger_dict = {0: [types.SimpleNamespace(record=record)]}
     manager.prometheus_logger = types.SimpleNamespace(record=record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import types
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm import SamplingParams
@@ -68,10 +69,7 @@ def ended(name: str, reason: str | None) -> EngineCoreOutput:
 
 
 def spoil(table: Table, name: str) -> None:
-    def update(*_: Any) -> None:
-        raise KeyError("no such token")
-
-    table.processor.request_states[name].detokenizer.update = update
+    table.processor.request_states[name].detokenizer.update = Mock(side_effect=KeyError("no such token"))
 
 
 @pytest.mark.parametrize(("kind", "error"), [(REFUSED, RequestRefused), (FAILED, RequestFailed)])
@@ -139,12 +137,11 @@ def test_offline_engine_gets_the_error_of_one_request(patched):
 
 
 def test_error_after_the_last_output_is_not_reported(patched, monkeypatch):
-    def statistics(*_: Any) -> None:
-        raise KeyError("no such number")
-
     with patched("request-outputs"):
         table = Table("a", "b")
-        monkeypatch.setattr(table.processor, "_update_stats_from_finished", statistics)
+        monkeypatch.setattr(
+            table.processor, "_update_stats_from_finished", Mock(side_effect=KeyError("no such number"))
+        )
         done = table.processor.process_outputs(step("a", "b", finish_reason=FinishReason.STOP))
         assert [table.got("a"), table.got("b")] == [[7], [7]]
         assert done.reqs_to_abort == []

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import transformers
@@ -70,10 +71,7 @@ def test_form_is_not_read_differently_by_vllm(form: Form, bases: Path, tmp_path:
 def test_hub_is_asked_about_a_tokenizer_in_a_folder(bases: Path, tmp_path: Path, patched, monkeypatch) -> None:
     """By transformers 5, for a vocabulary of the published size: it refuses a path, and without network a name."""
 
-    def asked(*_: Any, **__: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("huggingface_hub.model_info", asked)
+    monkeypatch.setattr("huggingface_hub.model_info", Mock(side_effect=AssertionError))
     if transformers.__version__ >= "5":  # 4 has no such file
         monkeypatch.setattr("transformers.tokenization_utils_tokenizers.is_offline_mode", lambda: False)
     folder = next(form for form in FORMS if form.served).written(tmp_path / "model", bases)

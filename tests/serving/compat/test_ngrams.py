@@ -38,17 +38,12 @@ print(drafts == [[3, 4]], torch.get_num_threads() > 1, len(search.signatures) - 
 
 
 @pytest.mark.parametrize(
-    "without",
-    ["", pytest.param("ngram-threads,ngram-warm-up", marks=pytest.mark.long)],
-    ids=["repaired", "stock"],
+    "without", ["", pytest.param("ngram-threads,ngram-warm-up", marks=pytest.mark.long)], ids=["repaired", "stock"]
 )
 def test_ngrams_give_torch_no_threads_and_compile_in_no_step(without: str) -> None:
     variables = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "3", "NPU_GPTOSS_SKIP_PATCHES": without}
     done = subprocess.run(
-        [sys.executable, "-c", DRAFT.replace("KKK", K)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", DRAFT.replace("KKK", K)], env={**os.environ, **variables}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     right, more_threads, compiled = done.stdout.split()[-3:]

@@ -286,11 +286,7 @@ SPOILS: dict[str, list[tuple[str, str, Callable[[Function], Function]]]] = {
     # the lengths of a step in flight count its refused drafts, too
     "drafts_adversarial, lengths_uncorrected": [
         *ADVERSARIAL,
-        (
-            "vllm_ascend.worker.model_runner_v1:NPUModelRunner",
-            "_correct_optimistic_seq_lens_cpu",
-            returning(None),
-        ),
+        ("vllm_ascend.worker.model_runner_v1:NPUModelRunner", "_correct_optimistic_seq_lens_cpu", returning(None)),
     ],
     # what a head gets of its target, by the place in the first request, goes to the file HEAD_READS
     "head_reads_kept": [(PROPOSER, "_propose", head_reads_kept)],

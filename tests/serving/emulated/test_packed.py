@@ -20,15 +20,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.device_memory import VARIABLE, Part, room_bytes, weight_bytes
 from tests.checkpoints import new_checkpoint, write_random_checkpoint
 from tests.serving.emulated.conftest import asking, importing
-from tests.serving.emulated.rounds import (
-    EAGER,
-    FULL,
-    PIECEWISE,
-    THREE_IN_A_BUCKET_OF_FOUR,
-    VOCABULARY,
-    WORKSPACE,
-    turn,
-)
+from tests.serving.emulated.rounds import EAGER, FULL, PIECEWISE, THREE_IN_A_BUCKET_OF_FOUR, VOCABULARY, WORKSPACE, turn
 
 pytestmark = [pytest.mark.ascend_compiler, needs_compiler]
 

@@ -54,11 +54,7 @@ STRUCTURES: dict[str, tuple[str, dict[str, Any], tuple[str, Any] | None]] = {
             ("guided_choice", {"guided_choice": ["a1", "b2"]}, ("choice", ["a1", "b2"])),
             ("guided_grammar", {"guided_grammar": 'root ::= "a1"'}, ("grammar", 'root ::= "a1"')),
             ("a null", {"guided_regex": None}, None),
-            (
-                "text with a choice",
-                {"response_format": {"type": "text"}, "guided_choice": ["a1"]},
-                ("choice", ["a1"]),
-            ),
+            ("text with a choice", {"response_format": {"type": "text"}, "guided_choice": ["a1"]}, ("choice", ["a1"])),
         )
     },
     "a required call": ("chat", FORCED, ("json", CALLS)),

@@ -53,11 +53,7 @@ DEFAULTS_OF = {
     "0.23": replace(DEFAULTS, instructions_in_system=True),
     "0.33": replace(DEFAULTS, efforts={"max": "high"}),
 }
-RELEASES = (
-    "0.11",
-    pytest.param("0.23", marks=pytest.mark.emulated),
-    pytest.param("0.33", marks=pytest.mark.vllm033),
-)
+RELEASES = ("0.11", pytest.param("0.23", marks=pytest.mark.emulated), pytest.param("0.33", marks=pytest.mark.vllm033))
 
 
 def python_of(release: str) -> tuple[Path, dict[str, str]]:

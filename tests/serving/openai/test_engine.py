@@ -258,9 +258,7 @@ def test_answer_that_the_engine_cuts_off_looks_like_all_of_it(server: Server, ap
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("word " * 9000, "90"), (" " * (128 * MAX_LEN + 1), "at least 819")],
-    ids=["words", "characters"],
+    ("text", "said"), [("word " * 9000, "90"), (" " * (128 * MAX_LEN + 1), "at least 819")], ids=["words", "characters"]
 )
 def test_too_long_request_has_the_context_error_code(server: Server, text: str, said: str) -> None:
     begin = len(server.log.read_text())

@@ -49,10 +49,7 @@ TABLES = {
         *(responses.READ, responses.PASSED, responses.STORED, responses.WITHOUT_EFFECT),
         *(responses.LEFT_OUT, responses.REFUSED),
     ),
-    "messages": (
-        *(messages.READ, messages.PASSED, messages.WITHOUT_EFFECT, messages.LEFT_OUT),
-        messages.REFUSED,
-    ),
+    "messages": (*(messages.READ, messages.PASSED, messages.WITHOUT_EFFECT, messages.LEFT_OUT), messages.REFUSED),
 }
 TABLES |= {"batch": TABLES["chat"], "count": TABLES["messages"]}
 
