@@ -26,6 +26,8 @@ PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"typ
 
 ANSWER = THOUGHT + FOUR
 FINAL_FOUR: Answer = ("Four.", "", [], "stop")
+THOUGHT_FOUR: Answer = ("Four.", "hm", [], "stop")
+OF_BASH, OF_WEATHER, LS = {"tools": [BASH]}, {"tools": [WEATHER]}, '{"cmd":"ls"}'
 
 
 def flat(value: Any) -> Any:
@@ -41,8 +43,12 @@ def call_to(header: str, arguments: str = "{}") -> str:
     return f"<|channel|>{header}<|message|>{arguments}<|call|>"
 
 
+def called(function: str, arguments: str = "{}", reasoning: str = "") -> Answer:
+    return "", reasoning, [[function, arguments]], "tool_calls"
+
+
 TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
-    "reasoning and answer": (THOUGHT + FOUR, {}, ("Four.", "hm", [], "stop")),
+    "reasoning and answer": (THOUGHT + FOUR, {}, THOUGHT_FOUR),
     "tokens behind the end": (THOUGHT + FOUR + "<|return|> and so on", {}, ("Four.", "hm", [], "length")),
     "an end of text behind the end": (
         THOUGHT + FOUR.replace("<|return|>", "<|end|><|endoftext|>"),
@@ -54,18 +60,14 @@ TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
         {},
         ("Four.", "hm", [], "length"),
     ),
-    "words behind the channel": ("<|channel|>final x y z<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
-    "an unknown channel": ("<|channel|>comment<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
-    "no channel": ("<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "words behind the channel": ("<|channel|>final x y z<|message|>Four.<|return|>", {}, FINAL_FOUR),
+    "an unknown channel": ("<|channel|>comment<|message|>Four.<|return|>", {}, FINAL_FOUR),
+    "no channel": ("<|message|>Four.<|return|>", {}, FINAL_FOUR),
     "two reasonings": (THOUGHT + NEXT + THOUGHT + FOUR, {}, ("Four.", "hm\nhm", [], "stop")),
     "a preamble": ("<|channel|>commentary<|message|>I look.<|end|>" + FOUR, {}, ("I look.\nFour.", "", [], "stop")),
-    "a call": (CALL, {"tools": [WEATHER]}, ("", "", [PARIS], "tool_calls")),
-    "two calls": (TWO_CALLS, {"tools": [WEATHER]}, ("", "", [PARIS, PARIS], "tool_calls")),
-    "a call without arguments": (
-        CALL.replace('{"city":"Paris"}', ""),
-        {"tools": [WEATHER]},
-        ("", "", [["get_weather", "{}"]], "tool_calls"),
-    ),
+    "a call": (CALL, OF_WEATHER, ("", "", [PARIS], "tool_calls")),
+    "two calls": (TWO_CALLS, OF_WEATHER, ("", "", [PARIS, PARIS], "tool_calls")),
+    "a call without arguments": (CALL.replace('{"city":"Paris"}', ""), OF_WEATHER, called("get_weather")),
     "a tool that is not offered": (call_to("commentary to=python", "1+1"), {}, ("", "1+1", [], "stop")),
     "a cut answer": (THOUGHT + NEXT + "<|channel|>final<|message|>Fou", {}, ("Fou", "hm", [], "length")),
     "a stop string": (THOUGHT + FOUR, {"stop": ["ur", "hm"]}, ("Fo", "hm", [], "stop")),
@@ -84,42 +86,34 @@ TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
         {"tools": [WEATHER], "tool_choice": "none"},
         ('{"city":"Paris"}', "hm", [], "stop"),
     ),
-    "a cut call": (
-        CALL[: CALL.index("ris")],
-        {"tools": [WEATHER]},
-        ("", "", [["get_weather", '{"city":"Pa']], "length"),
-    ),
-    "reasoning that is not wanted": (THOUGHT + FOUR, {"include_reasoning": False}, ("Four.", "", [], "stop")),
+    "a cut call": (CALL[: CALL.index("ris")], OF_WEATHER, ("", "", [["get_weather", '{"city":"Pa']], "length")),
+    "reasoning that is not wanted": (THOUGHT + FOUR, {"include_reasoning": False}, FINAL_FOUR),
     # and of public reports
     "control tokens behind the name": (
-        THOUGHT + NEXT + call_to("commentary to=functions.bash<|channel|>commentary<|constrain|>json", '{"cmd":"ls"}'),
-        {"tools": [BASH]},
-        ("", "hm", [["bash", '{"cmd":"ls"}']], "tool_calls"),
+        THOUGHT + NEXT + call_to("commentary to=functions.bash<|channel|>commentary<|constrain|>json", LS),
+        OF_BASH,
+        called("bash", LS, "hm"),
     ),
     "dashes behind the name": (
-        call_to("commentary to=functions.bash––commentary <|constrain|>json", '{"cmd":"ls"}'),
-        {"tools": [BASH]},
-        ("", "", [["bash", '{"cmd":"ls"}']], "tool_calls"),
+        call_to("commentary to=functions.bash––commentary <|constrain|>json", LS),
+        OF_BASH,
+        called("bash", LS),
     ),
-    "an empty name": (call_to("commentary to=functions. <|constrain|>json"), {"tools": [BASH]}, ("", "{}", [], "stop")),
-    "a bare name": (
-        call_to("commentary to=bash <|constrain|>json", '{"cmd":"ls"}'),
-        {"tools": [BASH]},
-        ("", "", [["bash", '{"cmd":"ls"}']], "tool_calls"),
-    ),
+    "an empty name": (call_to("commentary to=functions. <|constrain|>json"), OF_BASH, ("", "{}", [], "stop")),
+    "a bare name": (call_to("commentary to=bash <|constrain|>json", LS), OF_BASH, called("bash", LS)),
     "the client's own python": (
         call_to("commentary to=python <|constrain|>json", '{"x":1}'),
         {"tools": [PYTHON]},
-        ("", "", [["python", '{"x":1}']], "tool_calls"),
+        called("python", '{"x":1}'),
     ),
-    "an answer to a recipient": ("<|channel|>final to=user<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
-    "no header at all": ("Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "an answer to a recipient": ("<|channel|>final to=user<|message|>Four.<|return|>", {}, FINAL_FOUR),
+    "no header at all": ("Four.<|return|>", {}, FINAL_FOUR),
     "a header that never ends": (
         THOUGHT + NEXT + "<|channel|>analysis need more.<|return|>",
         {},
         ("", "hm\nneed more.", [], "stop"),
     ),
-    "text between messages": (THOUGHT + "Four.<|return|>", {}, ("Four.", "hm", [], "stop")),
+    "text between messages": (THOUGHT + "Four.<|return|>", {}, THOUGHT_FOUR),
     "a made-up user": (
         "<|channel|>final<|message|>Four.<|end|><|start|>user<|message|>More?<|end|>",
         {},
@@ -128,45 +122,37 @@ TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
     "a made-up result": (
         THOUGHT + "<|start|>functions.bash to=assistant<|channel|>commentary<|message|>file<|end|>" + FOUR,
         {},
-        ("Four.", "hm", [], "stop"),
+        THOUGHT_FOUR,
     ),
-    "a call on the analysis channel": (
-        call_to("analysis to=functions.bash code", '{"cmd":"ls"}'),
-        {"tools": [BASH]},
-        ("", "", [["bash", '{"cmd":"ls"}']], "tool_calls"),
-    ),
+    "a call on the analysis channel": (call_to("analysis to=functions.bash code", LS), OF_BASH, called("bash", LS)),
     "a malformed call": (
         call_to("commentary to=functions.bash <|constrain|>json", '{"cmd":"ls'),
-        {"tools": [BASH]},
-        ("", "", [["bash", '{"cmd":"ls']], "tool_calls"),
+        OF_BASH,
+        called("bash", '{"cmd":"ls'),
     ),
-    "no end before the answer": (THOUGHT.removesuffix("<|end|>") + FOUR, {}, ("Four.", "hm", [], "stop")),
+    "no end before the answer": (THOUGHT.removesuffix("<|end|>") + FOUR, {}, THOUGHT_FOUR),
     "neither end nor start before the answer": (
         THOUGHT.removesuffix("<|end|>") + FOUR.removeprefix(NEXT),
         {},
-        ("Four.", "hm", [], "stop"),
+        THOUGHT_FOUR,
     ),
     "no end before a call": (
         THOUGHT.removesuffix("<|end|>") + NEXT + CALL,
-        {"tools": [WEATHER]},
+        OF_WEATHER,
         ("", "hm", [PARIS], "tool_calls"),
     ),
     "a second beginning of the text": ("<|channel|>final<|message|>Fo<|message|>ur.<|return|>", {}, FINAL_FOUR),
     "two channels": ("<|channel|>analysis<|channel|>final<|message|>Four.<|return|>", {}, FINAL_FOUR),
-    "a call of itself": (
-        call_to("commentary to=assistant<|channel|>analysis", '{"cmd":"ls"}'),
-        {"tools": [BASH]},
-        ("", '{"cmd":"ls"}', [], "stop"),
-    ),
+    "a call of itself": (call_to("commentary to=assistant<|channel|>analysis", LS), OF_BASH, ("", LS, [], "stop")),
     "a namespace that is not harmony's": (
         call_to("commentary to=tools.bash <|constrain|>json"),
-        {"tools": [BASH]},
-        ("", "", [["bash", "{}"]], "tool_calls"),
+        OF_BASH,
+        called("bash"),
     ),
     "harmony's namespace twice": (
         call_to("commentary to=functions.functions.bash <|constrain|>json"),
-        {"tools": [BASH]},
-        ("", "", [["bash", "{}"]], "tool_calls"),
+        OF_BASH,
+        called("bash"),
     ),
     "a name with other letters": (
         call_to("commentary to=functions.fs/read:2 <|constrain|>json"),
@@ -184,25 +170,13 @@ TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
         {},
         ("__FOUR__", "hm", [], "stop"),
     ),
-    "a name in the place of the channel": (
-        call_to("bash"),
-        {"tools": [BASH]},
-        ("", "", [["bash", "{}"]], "tool_calls"),
-    ),
-    "a name behind the channel": (
-        call_to("commentary bash <|constrain|>json"),
-        {"tools": [BASH]},
-        ("", "", [["bash", "{}"]], "tool_calls"),
-    ),
+    "a name in the place of the channel": (call_to("bash"), OF_BASH, called("bash")),
+    "a name behind the channel": (call_to("commentary bash <|constrain|>json"), OF_BASH, called("bash")),
     "a name in the place of the role": (
         THOUGHT + "<|start|>bash" + call_to("commentary"),
-        {"tools": [BASH]},
-        ("", "hm", [["bash", "{}"]], "tool_calls"),
+        OF_BASH,
+        called("bash", reasoning="hm"),
     ),
-    "a channel behind the name": (
-        call_to("commentary to=functions.bash..commentary json"),
-        {"tools": [BASH]},
-        ("", "", [["bash", "{}"]], "tool_calls"),
-    ),
+    "a channel behind the name": (call_to("commentary to=functions.bash..commentary json"), OF_BASH, called("bash")),
     "nothing": ("<|return|>", {}, ("", "", [], "stop")),
 }
