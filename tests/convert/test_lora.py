@@ -86,6 +86,13 @@ def assert_merged(got: Tensors, want: Tensors) -> None:
         assert same > 0.999 and near, f"{name}: {same:.4f} are the same"  # noqa: PT018
 
 
+def compare_with_peft(base: Path, folder: Path, kind: dict[str, Any]) -> None:
+    """Saves an adapter as peft does, and merges it both ways."""
+    model = with_adapter(base, **kind)
+    model.save_pretrained(folder / "adapter")
+    assert_merged(merged_here(base, folder / "out", str(folder / "adapter")), merged_by_peft(model))
+
+
 def assert_factored(base: Path, adapter: Path) -> None:
     """A server adds B A x where the merge adds B A."""
     source = open_source(base)
@@ -116,18 +123,13 @@ def transposed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapter_is_merged_as_peft_merges_it(base: Path, tmp_path: Path, kind: str) -> None:
-    model = with_adapter(base, **KINDS[kind])
-    model.save_pretrained(tmp_path / "adapter")
-    got = merged_here(base, tmp_path / "out", str(tmp_path / "adapter"))
-    assert_merged(got, merged_by_peft(model))
+    compare_with_peft(base, tmp_path, KINDS[kind])
     assert_factored(base, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", ["experts", "gate_up alone", "down alone"])
 def test_both_layouts_of_experts_factors_are_read(base: Path, tmp_path: Path, transposed: bool, kind: str) -> None:
-    model = with_adapter(base, **KINDS[kind])
-    model.save_pretrained(tmp_path / "adapter")
-    assert_merged(merged_here(base, tmp_path / "out", str(tmp_path / "adapter")), merged_by_peft(model))
+    compare_with_peft(base, tmp_path, KINDS[kind])
     assert_factored(base, tmp_path / "adapter")
 
 
@@ -135,9 +137,7 @@ def test_square_experts_take_the_layout_of_gate_up(tmp_path: Path, transposed: b
     """gpt-oss has hidden and intermediate sizes of 2880: down_proj alone does not tell in from out."""
     config, tensors = small(hidden=64, intermediate=64)
     base = write(tmp_path / "base", tensors, config)
-    model = with_adapter(base, **EXPERTS)
-    model.save_pretrained(tmp_path / "adapter")
-    assert_merged(merged_here(base, tmp_path / "out", str(tmp_path / "adapter")), merged_by_peft(model))
+    compare_with_peft(base, tmp_path, EXPERTS)
     alone = with_adapter(base, **KINDS["down alone"])
     alone.save_pretrained(tmp_path / "alone")
     with pytest.raises(AdapterError, match="square"):
@@ -320,11 +320,9 @@ MISTAKES = {"no alpha": (missing_alpha, "attention"), "experts in another order"
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_comparison_with_peft_sees_a_mistake(base, tmp_path, monkeypatch, mistake) -> None:
     wrong, kind = MISTAKES[mistake]
-    model = with_adapter(base, **KINDS[kind])
-    model.save_pretrained(tmp_path / "adapter")
     monkeypatch.setattr(lora.Delta, "add_to", wrong)
     with pytest.raises(AssertionError):
-        assert_merged(merged_here(base, tmp_path / "out", str(tmp_path / "adapter")), merged_by_peft(model))
+        compare_with_peft(base, tmp_path, KINDS[kind])
 
 
 @pytest.mark.parametrize(("text", "weight"), [("DIR", 1.0), ("DIR:-1", -1.0), ("DIR:nan", 1.0), ("a:b", 1.0)])

@@ -82,10 +82,6 @@ def test_a_leak_of_threads_is_told_from_a_pool_that_fills(minutes, at, pool, ver
     assert judge.status(one) == {"flat": 0, "grows": 1, "not judged": 3}[verdict]
 
 
-def test_students_quantile_is_that_of_tables() -> None:
-    assert [judge.student(n) for n in (3, 8, 18, 1000)] == pytest.approx([3.182, 2.306, 2.101, 1.962], rel=1e-2)
-
-
 def record(**fields: Any) -> judge.Record:
     """A record of a run that kept every promise, with other fields."""
     findings = Findings()
@@ -267,19 +263,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert one.stop() == []
 
 
+SHORT = [pytest.param(name, True) for name, scenario in SCENARIOS.items() if scenario.does != "restarts"]
+MINUTES = [pytest.param(name, False, marks=pytest.mark.long) for name in SCENARIOS]
+
+
 @pytest.mark.serving
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.does != "restarts"])
-def test_some_requests_of_a_scenario_break_no_promise(served: Served, name: str) -> None:
-    seen = endure(served, name, minutes=1, requests=SOME[name], in_flight=4, ahead=0, every=1)
-    found = [row for row in judge.verdicts(seen, 10) if row[1] == judge.BROKEN or row[0].startswith("honest")]
-    assert [verdict for _, verdict, _ in found] == [judge.KEPT], judge.printed(seen)
-
-
-@pytest.mark.serving
-@pytest.mark.long
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_minute_of_a_scenario_breaks_no_promise(served: Served, name: str) -> None:
-    seen = endure(served, name, minutes=1)
+@pytest.mark.parametrize(("name", "short"), [*SHORT, *MINUTES])
+def test_a_scenario_breaks_no_promise(served: Served, name: str, short: bool) -> None:
+    few = {"requests": SOME[name], "in_flight": 4, "ahead": 0, "every": 1} if short else {}
+    seen = endure(served, name, minutes=1, **few)
     found = [row for row in judge.verdicts(seen, 10) if row[1] == judge.BROKEN or row[0].startswith("honest")]
     assert [verdict for _, verdict, _ in found] == [judge.KEPT], judge.printed(seen)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from tests.engine.recording import RerunRecorder
 from tests.engine.test_decode import MODES, tokens
 from tests.oracle import random_prompts
 from tests.refused import refused
+from tests.serving.cuda.answers import listen_to_triton
 
 pytestmark = pytest.mark.cuda
 
@@ -108,15 +108,8 @@ def compiled() -> Iterator[list[str]]:
     for kernel in gc.get_objects():
         if issubclass(type(kernel), triton.JITFunction):
             kernel.device_caches.clear()
-    found: list[str] = []
     before = triton.knobs.runtime.jit_post_compile_hook
-
-    def note(**told: Any) -> None:
-        if told["fn"].module.startswith("npu_gptoss"):
-            found.append(told["fn"].name)
-
-    triton.knobs.runtime.jit_post_compile_hook = note
-    yield found
+    yield listen_to_triton()
     triton.knobs.runtime.jit_post_compile_hook = before
 
 

@@ -28,18 +28,15 @@ def test_temperature_divides_the_logits(temperature: float) -> None:
     assert torch.allclose(draw_many(10_000, temperature=temperature), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 4, 5, 9])
-def test_top_k_keeps_the_k_most_likely_in_proportion(top_k: int) -> None:
-    expected = torch.zeros(5)
-    expected[BY_LIKELIHOOD[:top_k]] = PROBABILITIES[BY_LIKELIHOOD[:top_k]]
-    assert torch.allclose(draw_many(10_000, top_k=top_k), expected / expected.sum(), atol=2e-4)
+TOP_K = [({"top_k": k}, k) for k in (1, 2, 4, 5, 9)]
+TOP_P = [({"top_p": p}, kept) for p, kept in ((1e-9, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (1.0, 5))]
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (1.0, 5)])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> None:
+@pytest.mark.parametrize(("options", "kept"), [*TOP_K, *TOP_P], ids=str)
+def test_another_set_than_the_k_likeliest_or_the_fewest_that_reach_p(options: dict[str, float], kept: int) -> None:
     expected = torch.zeros(5)
     expected[BY_LIKELIHOOD[:kept]] = PROBABILITIES[BY_LIKELIHOOD[:kept]]
-    assert torch.allclose(draw_many(10_000, top_p=top_p), expected / expected.sum(), atol=2e-4)
+    assert torch.allclose(draw_many(10_000, **options), expected / expected.sum(), atol=2e-4)
 
 
 def test_a_probability_or_a_draw_exactly_at_the_edge_belongs_to_one_side() -> None:

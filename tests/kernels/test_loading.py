@@ -48,28 +48,30 @@ def test_a_plugin_cannot_take_the_name_of_a_kernel_of_ours(operation, caplog):
     assert "is taken by npu_gptoss" in caplog.text
 
 
-@pytest.mark.parametrize(("switch", "loaded"), [("1", False), ("0", True)])
-def test_the_switch_keeps_third_party_kernels_out(operation, monkeypatch, switch, loaded):
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that is not loaded yet."""
     monkeypatch.setattr(loading, "_plugins_loaded", False)
     monkeypatch.setattr(loading, "entry_points", lambda group: [entry_point(lambda: register)])
+
+
+@pytest.mark.parametrize(("switch", "loaded"), [("1", False), ("0", True)])
+def test_the_switch_keeps_third_party_kernels_out(operation, installed, monkeypatch, switch, loaded):
     monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", switch)
     loading.load_plugins()
     assert bool(registry.kernels_of(operation)) is loaded
 
 
 @pytest.mark.parametrize("ask", [explain, select_kernel])
-def test_the_first_question_finds_a_plugins_kernel(operation, monkeypatch, ask):
-    monkeypatch.setattr(loading, "_plugins_loaded", False)
-    monkeypatch.setattr(loading, "entry_points", lambda group: [entry_point(lambda: register)])
+def test_the_first_question_finds_a_plugins_kernel(operation, installed, ask):
     found = ask(operation, CALL, {"size": 1, "rows": 1}, platform=Platform("cpu"))
     assert (found.selected if ask is explain else found.kernel).name == "theirs"
     if ask is select_kernel:
         assert selected_kernels() == (("toy.add", "theirs", "theirs"),)
 
 
-def test_kernels_of_plugins_load_in_the_order_of_names(operation, monkeypatch):
+def test_kernels_of_plugins_load_in_the_order_of_names(operation, installed, monkeypatch):
     """Whichever comes second may find its name taken: that must not depend on the order of installation."""
-    monkeypatch.setattr(loading, "_plugins_loaded", False)
     points = [entry_point(lambda n=name: lambda: register(n), name) for name in ("second", "first")]
     monkeypatch.setattr(loading, "entry_points", lambda group: points)
     loading.load_kernels()
@@ -81,9 +83,8 @@ def test_a_plugin_may_be_a_module_whose_import_registers(operation):
     assert registry.kernels["theirs"].origin == "their-package:fast"
 
 
-def test_plugins_are_loaded_once(operation, monkeypatch):
+def test_plugins_are_loaded_once(operation, installed, monkeypatch):
     loads = []
-    monkeypatch.setattr(loading, "_plugins_loaded", False)
     monkeypatch.setattr(loading, "entry_points", lambda group: loads.append(group) or [])
     loading.load_plugins()
     loading.load_plugins()

@@ -166,18 +166,15 @@ def never_replays(self: Sent, replay: bool, again: Any = Sent.again) -> Any:
     return again(self, False)
 
 
-@pytest.mark.parametrize("wrong", [forgets_max_tokens, loses_one, doubles_one])
-@pytest.mark.parametrize("lives", [[1], [5, 3], [18]], ids=str)
-def test_wrong_resumption_passes_for_a_right_one(monkeypatch, wrong: Any, lives: list[int]) -> None:
+MISTAKES = (forgets_max_tokens, loses_one, doubles_one)
+WRONG = [(wrong, "greedy", lives) for wrong in MISTAKES for lives in ([1], [5, 3], [18])]
+WRONG += [(never_replays, kind, [5]) for kind in ("greedy, penalties", "seeded", "structured")]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "lives"), WRONG)
+def test_wrong_resumption_passes_for_a_right_one(monkeypatch, wrong: Any, kind: str, lives: list[int]) -> None:
     monkeypatch.setattr(Sent, "again", wrong)
-    fine, disturbed = both(KINDS["greedy"], lives)
-    assert disturbed != fine
-
-
-@pytest.mark.parametrize("kind", ["greedy, penalties", "seeded", "structured"])
-def test_state_of_the_engine_needs_no_replay(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(Sent, "again", never_replays)
-    fine, disturbed = both(KINDS[kind], [5])
+    fine, disturbed = both(KINDS[kind], lives)
     assert disturbed != fine
 
 

@@ -81,7 +81,7 @@ def a_batch() -> InputBatch:
 
 
 def test_allowed_tokens_do_not_restrict_the_next_request_of_a_row(patched):
-    def neighbours() -> dict[str, bool]:
+    with patched("row-masks"):
         batch = a_batch()
         for name in ("a", "b"):
             batch.add_request(a_row(name, [3]))
@@ -90,22 +90,16 @@ def test_allowed_tokens_do_not_restrict_the_next_request_of_a_row(patched):
         batch.condense()  # b goes to a's row
         bound(batch)
         batch.add_request(a_row("honest", None))
-        return bound(batch)
-
-    with patched("row-masks"):
-        assert neighbours() == {"b": True, "honest": False}
+        assert bound(batch) == {"b": True, "honest": False}
 
 
 def test_swapped_rows_keep_their_own_allowed_tokens(patched):
-    def exchanged() -> dict[str, bool]:
+    with patched("row-masks"):
         batch = a_batch()
         batch.add_request(a_row("a", [3]))
         batch.add_request(a_row("honest", None))
         batch.swap_states(0, 1)
-        return bound(batch)
-
-    with patched("row-masks"):
-        assert exchanged() == {"a": True, "honest": False}
+        assert bound(batch) == {"a": True, "honest": False}
 
 
 class Drawn(TorchDispatchMode):
