@@ -9,21 +9,8 @@ import torch
 
 from npu_gptoss.attention import paged_attention
 from npu_gptoss.verify import attention_cases
-from npu_gptoss.verify.attention_cases import GPT_OSS, STEPS, WINDOW, Shape, as_decode
+from npu_gptoss.verify.attention_cases import Shape
 from tests.tolerances import assert_close
-
-__all__ = [
-    "GPT_OSS",
-    "STEPS",
-    "WINDOW",
-    "Shape",
-    "Step",
-    "as_decode",
-    "check",
-    "in_one_tensor",
-    "interleaved",
-    "make_step",
-]
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE = 8, 2, 64, 16, 64**-0.5
 

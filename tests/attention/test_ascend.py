@@ -15,9 +15,10 @@ from ascend_emulator.rules import ContractError
 
 from npu_gptoss.attention import AttentionMetadata, ascend, write_kv_cache
 from npu_gptoss.kernels import KernelError
+from npu_gptoss.verify.attention_cases import STEPS, WINDOW, Shape
 from tests import ascend_ops
 from tests.attention import cases
-from tests.attention.cases import STEPS, WINDOW, Shape, make_step
+from tests.attention.cases import make_step
 from tests.tolerances import assert_close
 
 BF16 = torch.bfloat16

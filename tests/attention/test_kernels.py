@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import small_ops, write_kv_cache
-from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, KV_HEADS, STEPS, WINDOW, check, make_step
+from npu_gptoss.verify.attention_cases import STEPS, WINDOW
+from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, KV_HEADS, check, make_step
 from tests.refused import refused
 
 

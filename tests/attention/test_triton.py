@@ -10,7 +10,8 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.tiles import trial
-from tests.attention.cases import HEAD_DIM, SCALE, Shape, as_decode, check, interleaved, make_step
+from npu_gptoss.verify.attention_cases import Shape, as_decode
+from tests.attention.cases import HEAD_DIM, SCALE, check, interleaved, make_step
 from tests.attention.triton_run import MISTAKES, check_fp8, check_notices, check_written, run_triton
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE

@@ -9,8 +9,9 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata, paged_attention
 from npu_gptoss.kernels import current_platform
+from npu_gptoss.verify.attention_cases import GPT_OSS, Shape, as_decode
 from tests.attention import triton_run
-from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, interleaved, make_step
+from tests.attention.cases import SCALE, Step, check, interleaved, make_step
 from tests.attention.triton_run import MISTAKES, check_fp8, check_notices, run_triton
 from tests.tolerances import assert_close
 from tests.triton import ON_HOPPER

@@ -10,8 +10,6 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.verify.dense_cases import Sizes
 
-__all__ = ["Case", "Outputs", "Sizes", "make_case"]
-
 Outputs = Sequence[torch.Tensor]
 SIZES = Sizes()
 

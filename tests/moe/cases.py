@@ -12,22 +12,8 @@ from npu_gptoss.moe import AnyExperts, ExpertWeights, expert_mlp, prepare_expert
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.adapters import ExpertAdapters, ExpertPair
 from npu_gptoss.moe.triton import tuned
-from npu_gptoss.verify.moe_cases import local_share, random_experts
+from npu_gptoss.verify.moe_cases import random_experts
 from tests.tolerances import assert_close
-
-__all__ = [
-    "EXPERTS",
-    "HIDDEN",
-    "INTERMEDIATE",
-    "TOP_K",
-    "Layer",
-    "adapted",
-    "check",
-    "close",
-    "local_share",
-    "make_layer",
-    "tiles_of",
-]
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
 

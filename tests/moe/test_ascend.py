@@ -16,8 +16,9 @@ from npu_gptoss.kernels import KernelError, platform_override
 from npu_gptoss.kernels.selection import explain
 from npu_gptoss.moe import ascend, prepare_experts, route
 from npu_gptoss.moe.activation import swigluoai
+from npu_gptoss.verify.moe_cases import local_share
 from tests import ascend_ops
-from tests.moe.cases import EXPERTS, INTERMEDIATE, TOP_K, check, local_share, make_layer
+from tests.moe.cases import EXPERTS, INTERMEDIATE, TOP_K, check, make_layer
 from tests.moe.test_weights import packed
 from tests.refused import refused
 from tests.tolerances import assert_close

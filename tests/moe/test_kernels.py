@@ -14,7 +14,8 @@ from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route, small_ops
 from npu_gptoss.moe.activation import activation_name
-from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, local_share, make_layer
+from npu_gptoss.verify.moe_cases import local_share
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, make_layer
 from tests.refused import refused
 from tests.tolerances import assert_close
 

@@ -20,8 +20,8 @@ from npu_gptoss.moe import AnyExperts, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.operations import EXPERTS as OPERATION
 from npu_gptoss.moe.operations import FEW_ROWS, experts_call
 from npu_gptoss.moe.triton import layout, tuned
-from npu_gptoss.verify.moe_cases import random_experts
-from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, close, local_share
+from npu_gptoss.verify.moe_cases import local_share, random_experts
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, close
 from tests.refused import refused
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE

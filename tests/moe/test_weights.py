@@ -12,8 +12,9 @@ from npu_gptoss.kernels import ANY, Range, accepts, bind, platform_override, reg
 from npu_gptoss.kernels.registry import registering_as, registry
 from npu_gptoss.moe import ExpertWeights, Fp8Experts, Mxfp4Experts, keeps_format, mxfp4, prepare_experts, quantize_fp8
 from npu_gptoss.moe.weights import FP8, FP8_LARGEST, on_device
+from npu_gptoss.verify.moe_cases import local_share
 from tests import ascend_ops
-from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, local_share, make_layer
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, make_layer
 from tests.refused import refused
 from tests.tolerances import assert_close
 
