@@ -494,12 +494,6 @@ def case_R85_group_outside_of_a_capture() -> None:
         npu.graph_task_group_begin(npu.Stream())
 
 
-def case_R86_update_with_another_operator() -> None:
-    it = External()
-    with refused("207019", "R86"), it.updating():
-        torch.sub(it.x, it.x, alpha=2, out=it.out)
-
-
 def case_an_update_may_read_another_tensor_of_another_shape() -> None:
     """CANN asks for as many tasks of the same type; vllm-ascend gives its drafter's steps block tables this way."""
     it, other = External(), tensor(7)
@@ -515,30 +509,31 @@ def case_an_update_may_read_another_tensor_of_another_shape() -> None:
     assert it.after.tolist() == [50, 100], "the captured tensor, again"
 
 
-def case_R86_update_that_writes_another_tensor() -> None:
-    """The graph reads the captured one."""
-    it, other = External(), tensor(0, 0)
-    with refused("207019", "R86", "makes or reads"), it.updating():
-        torch.add(it.x, it.x, alpha=2, out=other)
-
-
-def case_R86_update_without_an_operator() -> None:
+def refused_as_an_update(words: tuple[str, ...], function: Callable[[External], object]) -> None:
     it = External()
-    with refused("207019", "R86"), it.updating():
-        npu.graph_task_update_end(it.side)
+    it.other, it.pinned = tensor(0, 0), torch.ones(2).pin_memory()
+    with refused("207019", "R86", *words), it.updating():
+        function(it)
 
 
-def case_R86_update_with_two_operators() -> None:
-    it = External()
-    with refused("207019", "R86"), it.updating():
-        torch.add(it.x, it.x, alpha=2, out=it.out)
-        torch.add(it.x, it.x, alpha=2, out=it.out)
-
-
-def case_R86_update_with_a_copy() -> None:
-    it, source = External(), torch.ones(2).pin_memory()
-    with refused("207019", "R86", "operators only"), it.updating():
-        it.out.copy_(source, non_blocking=True)
+OF_GRAPH = ("makes or reads",)  # the graph reads the captured tensor
+UPDATES = {
+    "case_R86_update_with_another_operator": ((), lambda it: torch.sub(it.x, it.x, alpha=2, out=it.out)),
+    "case_R86_update_that_writes_another_tensor": (
+        OF_GRAPH, lambda it: torch.add(it.x, it.x, alpha=2, out=it.other),
+    ),
+    "case_R86_update_that_writes_another_shape": (
+        OF_GRAPH, lambda it: torch.add(it.x[:1], it.x[:1], alpha=2, out=it.out[:1]),
+    ),
+    "case_R86_update_without_an_operator": ((), lambda it: npu.graph_task_update_end(it.side)),
+    "case_R86_update_with_two_operators": (
+        (), lambda it: [torch.add(it.x, it.x, alpha=2, out=it.out) for _ in range(2)],
+    ),
+    "case_R86_update_with_a_copy": (
+        ("operators only",), lambda it: it.out.copy_(it.pinned, non_blocking=True),
+    ),
+}  # fmt: skip
+globals().update({name: partial(refused_as_an_update, *row) for name, row in UPDATES.items()})
 
 
 def case_R86_updates_do_not_nest_and_end_once() -> None:
@@ -695,12 +690,6 @@ def case_R88_streams_come_back() -> None:
         assert acl.aclrtRecordEvent(event, here) == acl.aclrtStreamWaitEvent(there, event) == 0
     assert acl.aclmdlRICaptureEnd(first, ctypes.byref(model)) == 0
     assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
-
-
-def case_R86_update_that_writes_another_shape() -> None:
-    it = External()
-    with refused("207019", "R86", "makes or reads"), it.updating():
-        torch.add(it.x[:1], it.x[:1], alpha=2, out=it.out[:1])
 
 
 def case_R86_update_that_reads_past_what_the_graph_makes() -> None:
