@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -57,6 +58,7 @@ DEFINITIONS = {
     "itl_ms": "between two pieces of a stream, over all of them; a piece is a token, or several when the client lags",
     "clients": "processes of `vllm bench serve` that share the streams and send at the same time",
     "tpot_ms": "from a request's first token to its last, by the tokens after the first; over requests",
+    "joules_a_token": "energy of the GPUs in the point, by NVML, over the generated tokens; null without a counter",
     "input_tokens": "of a random prompt, mean; output_tokens are generated for each whatever they are, greedily",
 }
 Round = tuple[int, int, int, int]  # streams, requests, tokens of each prompt, tokens of each answer
@@ -96,7 +98,19 @@ def arguments_of(url: str, tokenizer: Path, part: Round, seed: int) -> list[str]
     return [*words, "--ignore-eos", "--disable-tqdm", "--save-detailed"]
 
 
-def row_of(results: Sequence[Mapping[str, Any]], point: Round) -> dict[str, Any]:
+def energy(gpus: str) -> float:
+    """Joules that these GPUs have used since their driver was loaded; NaN where NVML has no counter."""
+    from vllm.third_party import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) for gpu in gpus.split(",")]
+        return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles)) / 1e3
+    except pynvml.NVMLError:
+        return math.nan
+
+
+def row_of(results: Sequence[Mapping[str, Any]], point: Round, joules: float = math.nan) -> dict[str, Any]:
     """A record of a point from the results of its clients. Raises RuntimeError for answers that are not whole."""
     streams, requests, _, output = point
     completed, tokens, read = (
@@ -123,6 +137,7 @@ def row_of(results: Sequence[Mapping[str, Any]], point: Round) -> dict[str, Any]
         "output_tokens": output,
         "duration_s": round(duration, 3),
         "output_tokens_per_s": round(tokens / duration, 2),
+        "joules_a_token": None if math.isnan(joules) else round(joules / tokens, 4),
         **{f"{time}_{kind}_ms": round(1e3 * of(times[time]), 3) for time in TIMES for kind, of in STATISTICS.items()},
     }
 
@@ -229,12 +244,12 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
         keys["layout"] = f"tp{len(gpus.split(','))}"
         rows: list[dict[str, Any]] = []
         for point in points:
-            busy = clients[: min(point[0], args.clients)]
+            busy, before = clients[: min(point[0], args.clients)], energy(gpus)
             for each in busy:
                 each.begin()
             found = [each.answer(POINT_SECONDS) for each in busy]
             if point[3] != WARM_UP_OUTPUT:
-                rows.append({**keys, **row_of(found, point)})
+                rows.append({**keys, **row_of(found, point, energy(gpus) - before)})
                 print(engine, json.dumps(rows[-1]), flush=True)
                 content = document("serving", DEFINITIONS, settings, rows, ours=engine == OURS)
                 save(args.out / f"serving_{name}.json", content)

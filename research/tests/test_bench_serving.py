@@ -44,6 +44,18 @@ def test_clients_that_send_together_are_one_measurement():
     assert (row["itl_mean_ms"], row["itl_p99_ms"], row["tpot_median_ms"]) == (2.0, 3.0, 2.0)
 
 
+def test_energy_is_that_of_all_gpus_over_all_tokens(monkeypatch):
+    """A machine without a counter has no number."""
+    from vllm.third_party import pynvml
+
+    assert script.row_of([result(16)], POINT)["joules_a_token"] is None
+    assert script.row_of([result(16)], POINT, 4915.2)["joules_a_token"] == 0.2
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda number: number)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda gpu: {0: 1_500, 3: 20_000}[gpu])
+    assert script.energy("0,3") == 21.5
+
+
 def test_clients_share_streams_and_requests_without_rest():
     assert script.shares_of((5, 31, 9, 256), 2) == [(3, 16, 9, 256), (2, 15, 9, 256)]
     assert script.shares_of((1, 12, 9, 256), 2) == [(1, 12, 9, 256), None]
@@ -120,15 +132,8 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "document", lambda what, d, settings, rows, ours: {"records": rows})
 
     def run(engines: list[str], gpus: list[str], streams: list[int]) -> SimpleNamespace:
-        options = {
-            "engines": engines,
-            "gpus": gpus,
-            "streams": streams,
-            "clients": 1,
-            "flags": [],
-            "lengths": [(1024, 256)],
-        }
-        args = argparse.Namespace(model=tmp_path, out=tmp_path, **options)
+        options = {"engines": engines, "gpus": gpus, "streams": streams, "lengths": [(1024, 256)]}
+        args = argparse.Namespace(model=tmp_path, out=tmp_path, clients=1, flags=[], **options)
         whole = [script.lane(args, number) for number in range(len(gpus))]
         return SimpleNamespace(whole=whole, asked=asked, places=places)
 

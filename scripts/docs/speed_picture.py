@@ -1,15 +1,17 @@
-"""Draw docs/benchmarks/speed.svg, which opens docs/performance.md, from the records of 20b in MXFP4 on one H200.
+"""Draw the pictures of docs/performance.md from the records of 20b in MXFP4 on one H200.
 
 python scripts/docs/speed_picture.py
 
-Bars are tokens a second: ours, stock, and the floor, which fills the width. The offline engine's records hold the
-floors of decode and prefill. The server's is the roofline of its load: prompts, and answers at full batches.
+speed.svg: bars are tokens a second: ours, stock, and the floor, which fills the width. The offline engine's records
+hold the floors of decode and prefill. The server's is the roofline of its load: prompts, and answers at full batches.
+users.svg: output tokens a second of a server on one GPU against those of each of its users.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +23,10 @@ from npu_gptoss.bench.roofline import H200, decode_work, prefill_work
 from npu_gptoss.files import write_atomically
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/benchmarks"
-PICTURE = FOLDER / "speed.svg"
 ENGINES = {"ours": "inside_vllm_0_33", "stock": "peer_0_33"}
 WIDTH, LEFT, FULL, BAR = 800, 130, 440, 17
+GPU_HOUR = 3.0  # dollars
+LENGTHS = {"serving": ((1024, 256),), "lengths/serving": ((8192, 1024), (1024, 8192))}  # tokens in and out, by record
 COLOURS = {"ours": "#1f5fbf", "stock": "#e08a2e", "floor": "#d0d4da"}
 
 
@@ -73,14 +76,66 @@ def drawn() -> str:
             shapes.append(f'<text x="{LEFT + long + 6:.1f}" y="{y + 12}">{text}</text>')
             y += BAR
         y += 10
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" font-family="sans-serif">'
-    style = f'<style>text {{ font-size: 13px; fill: #222 }}</style><rect width="{WIDTH}" height="{y}" fill="#fff"/>'
+    return framed(shapes, y)
+
+
+def framed(shapes: list[str], high: int) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {high}" font-family="sans-serif">'
+    style = f'<style>text {{ font-size: 13px; fill: #222 }}</style><rect width="{WIDTH}" height="{high}" fill="#fff"/>'
     return "\n".join([head, style, *shapes, "</svg>"]) + "\n"
+
+
+def loads() -> Iterator[tuple[tuple[int, int], str, list[tuple[int, float, float]]]]:
+    """Tokens in and out, an engine, and of each number of streams: tokens a second of a user, and of the GPU."""
+    for name, sizes in LENGTHS.items():
+        for read, written in sizes:
+            for engine, folder in ENGINES.items():
+                rows = json.loads((FOLDER / folder / f"{name}.json").read_text(encoding="utf-8"))["records"]
+                rows = [row for row in rows if (row["input_tokens"], row["output_tokens"]) == (read, written)]
+                points = [(r["streams"], 1e3 / r["tpot_median_ms"], r["output_tokens_per_s"]) for r in rows]
+                yield (read, written), engine, sorted(points)
+
+
+def users_drawn() -> str:
+    """A panel for each load: its lines join the numbers of streams, further to the right and higher up is better."""
+    title = "gpt-oss-20b, one H200, vLLM 0.33: output tokens/s of the GPU (up) and of a user (across), by streams"
+    price = f"right: dollars a million output tokens, a GPU hour at ${GPU_HOUR:.2f}"
+    shapes = [f'<text x="10" y="24" font-weight="bold">{title}</text>', f'<text x="10" y="44">{price}</text>']
+    high, top, last = 190, 80, None
+    for load, engine, points in loads():
+        if load != last:
+            top += 0 if last is None else high + 60
+            last = load
+            left, right, bottom = 70, WIDTH - 90, top + high
+            shapes.append(f'<text x="10" y="{top - 8}" font-weight="bold">{load[0]} tokens in, {load[1]} out</text>')
+            shapes.append(f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="#888"/>')
+            for speed in (300, 1000, 3000, 10000):
+                y, dollars = bottom - high * math.log(speed / 200) / math.log(100), GPU_HOUR / 3600 / speed * 1e6
+                shapes.append(f'<text x="{left - 8}" y="{y:.0f}" text-anchor="end">{speed}</text>')
+                shapes.append(f'<text x="{right + 8}" y="{y:.0f}">${dollars:.2f}</text>')
+            for speed in range(0, 801, 200):
+                x = left + (right - left) * speed / 800
+                shapes.append(f'<text x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{speed}</text>')
+        places = [
+            (left + (right - left) * user / 800, bottom - high * math.log(gpu / 200) / math.log(100))
+            for _, user, gpu in points
+        ]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        shapes.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[engine]}" stroke-width="2"/>')
+        for (x, y), (streams, *_) in zip(places, points, strict=True):
+            shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOURS[engine]}"/>')
+            below = 17 if engine == "stock" else -6
+            shapes.append(f'<text x="{x + 5:.1f}" y="{y + below:.1f}">{engine} {streams}</text>')
+    return framed(shapes, top + high + 40)
+
+
+PICTURES = {"speed": (FOLDER / "speed.svg", drawn), "users": (FOLDER / "users.svg", users_drawn)}
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    write_atomically(PICTURE, drawn().encode())
+    for file, draw in PICTURES.values():
+        write_atomically(file, draw().encode())
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_ratios_follow_from_the_two_numbers_beside_them() -> None:
     assert compared == 36
 
 
-def test_the_picture_is_what_its_command_draws() -> None:
-    assert speed_picture.PICTURE.read_text(encoding="utf-8") == speed_picture.drawn(), (
-        "python scripts/docs/speed_picture.py"
-    )
+@pytest.mark.parametrize("name", ["speed", "users"])
+def test_the_picture_is_what_its_command_draws(name: str) -> None:
+    file, draw = speed_picture.PICTURES[name]
+    assert file.read_text(encoding="utf-8") == draw(), "python scripts/docs/speed_picture.py"
