@@ -98,14 +98,14 @@ def send(number: signal.Signals, who: str, seconds: float = 0) -> Callable[[Serv
     return do
 
 
-def limited(what: int, who: str, most: Callable[[psutil.Process], int], seconds: float):
-    """A lower limit of resources for some seconds."""
+def limited(what: int, who: str, most: Callable[[psutil.Process], int]):
+    """A lower limit of resources for ten seconds."""
 
     async def do(served: Served, folder: Path) -> None:
         one = processes(served, who)[0]
         before = one.rlimit(what)
         one.rlimit(what, (most(one), before[1]))
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(10)
         with contextlib.suppress(psutil.NoSuchProcess):
             one.rlimit(what, before)
 
@@ -200,10 +200,10 @@ FAULTS: dict[str, Fault] = {
     "SIGSTOP of the API server for 15 s": Fault(send(signal.SIGSTOP, "api", 15)),
     "10 000 idle connections": Fault(idle),
     "no descriptor left in the API server for 10 s": Fault(
-        limited(resource.RLIMIT_NOFILE, "api", lambda one: one.num_fds(), 10), refuses=True
+        limited(resource.RLIMIT_NOFILE, "api", lambda one: one.num_fds()), refuses=True
     ),
     "no memory for the engine for 10 s": Fault(
-        limited(resource.RLIMIT_AS, "core", lambda one: one.memory_info().vms, 10), ends=True
+        limited(resource.RLIMIT_AS, "core", lambda one: one.memory_info().vms), ends=True
     ),
     "full /dev/shm and a full disk under the log for 8 s": Fault(filled, before=OWN),
     "the clock jumps 1 h forwards, 2 days back": Fault(

@@ -22,17 +22,16 @@ from tests.tolerances import assert_close
 load_kernels()
 
 
-def kernels_here(mode: str) -> list[str]:
-    return [
-        k.name
-        for k in registry.kernels.values()
-        if (k.family, k.mode) == ("moe", mode)
-        and k.solution != "reference"
-        and not k.capability.reasons_against(current_platform())
-    ]
+KERNELS = [
+    kernel.name
+    for kernel in registry.kernels.values()
+    if (kernel.family, kernel.mode) == ("moe", "experts")
+    and kernel.solution != "reference"
+    and not kernel.capability.reasons_against(current_platform())
+]
 
 
-@pytest.mark.parametrize("kernel", kernels_here("experts"))
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_experts_without_tokens_are_never_multiplied(kernel):
     """Their weights and biases are NaN here, and 0 * NaN is NaN."""
     layer = make_layer(17, one_expert=True)
@@ -43,7 +42,7 @@ def test_experts_without_tokens_are_never_multiplied(kernel):
     check(lambda at: at.run(kernel, spoilt), layer)
 
 
-@pytest.mark.parametrize("kernel", [*kernels_here("experts"), "reference"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "reference"])
 def test_shares_of_all_ranks_add_up_to_the_whole(kernel):
     layer = make_layer(33)
     total = sum(layer.run(kernel, local_share(layer.weights, i, i + 2)) for i in range(0, EXPERTS, 2))

@@ -19,8 +19,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(INTEGERS[tensor.dtype])
 
 
-def random_pair(*shape: int, low: int = 1, high: int = 250, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def random_pair(*shape: int, low: int = 1, high: int = 250) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
     return blocks, torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
 

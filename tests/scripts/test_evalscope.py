@@ -58,9 +58,9 @@ def server(folder: Path) -> Iterator[Server]:
         yield running
 
 
-def mmlu(server: Server, folder: Path, out: str, *options: str) -> subprocess.CompletedProcess[str]:
+def mmlu(server: Server, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """mmlu.sh on the tiny set. evalscope's cache stays in the test's folder."""
-    where = ("--url", server.url, "--data", folder / "mmlu", "--out", folder / out)
+    where = ("--url", server.url, "--data", folder / "mmlu", "--out", folder / "right")
     how = ("--few-shot", "0", "--max-tokens", "80")
     return run("mmlu.sh", *where, *how, *options, timeout=LIMIT, HF_HOME=str(folder / "cache"))
 
@@ -94,7 +94,7 @@ def test_gpqa_is_asked_with_shuffled_choices_and_answered(server: Server, folder
 @pytest.fixture(scope="module")
 def finished(server: Server, folder: Path) -> str:
     """The report of a whole run, in folder/"right"."""
-    done = mmlu(server, folder, "right")
+    done = mmlu(server, folder)
     assert done.returncode == 0
     return done.stdout
 
@@ -116,7 +116,7 @@ def test_an_interrupted_run_asks_the_missing_questions_only(server: Server, fold
         path.write_text("".join(lines[len(lines) // 2 :]))
     (folder / "right/reports/gpt-oss-tiny/mmlu.json").unlink()
     before = server.metric("vllm:request_success_total")
-    done = mmlu(server, folder, "right")
+    done = mmlu(server, folder)
     assert done.returncode == 0
     assert server.metric("vllm:request_success_total") - before == lost == QUESTIONS // 2
     assert score(done.stdout) == score(finished)
@@ -125,7 +125,7 @@ def test_an_interrupted_run_asks_the_missing_questions_only(server: Server, fold
 @pytest.mark.long
 def test_other_settings_do_not_mix_into_a_run(server: Server, folder: Path, finished: str) -> None:
     before = server.metric("vllm:request_success_total")
-    done = mmlu(server, folder, "right", "--effort", "low")
+    done = mmlu(server, folder, "--effort", "low")
     assert done.returncode == 2
     assert "holds a run with other settings" in done.stderr
     assert server.metric("vllm:request_success_total") == before
