@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,12 +197,8 @@ def test_a_gguf_of_gpt_oss_is_refused_with_what_to_take(tmp_path: Path) -> None:
     for content, ours in ((b"GGUF\3\0general.architecture\x07gpt-oss", True), (b"GGUF\3\0qwen3", False)):
         file.write_bytes(content)
         for path in (file, tmp_path):
-            if not ours:
+            with refused(str(file)) if ours else nullcontext():
                 checkpoint.check_gguf(path)
-                continue
-            with pytest.raises(InputError) as caught:
-                checkpoint.check_gguf(path)
-            assert caught.value.field == str(file)
     file.write_bytes(b"GGUF\3\0general.architecture\x07gpt-oss")
     (tmp_path / "config.json").write_text("{}")  # of safetensors beside it
     checkpoint.check_gguf(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -308,12 +309,9 @@ def test_servers_of_a_supervisor_that_fail_have_a_status(patched, monkeypatch, h
         supervisor._start_children = start
         await supervisor.run()
 
-    with patched("node-end"):
-        if signalled:
-            asyncio.run(run())
-        else:
-            with pytest.raises(SystemExit, match=f"vllm serve: .*{told}"):
-                asyncio.run(run())
+    end = contextlib.nullcontext() if signalled else pytest.raises(SystemExit, match=f"vllm serve: .*{told}")
+    with patched("node-end"), end:
+        asyncio.run(run())
 
 
 def test_second_signal_ends_all_servers_and_engines_at_once(tmp_path: Path) -> None:
