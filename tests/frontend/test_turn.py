@@ -28,10 +28,12 @@ from tests.frontend.turns import (
     NEXT,
     PARIS,
     THOUGHT,
+    THOUGHT_FOUR,
     TURNS,
     TWO_CALLS,
     WEATHER,
     call_to,
+    called,
     final,
 )
 from tests.harmony.test_parser import Written, tokens_of, well_formed
@@ -78,11 +80,7 @@ READ: dict[str, tuple[str, dict[str, Any], tuple]] = {
         ASKED | {"tool_choice": NAMED},
         (OSLO, "", [PARIS], "tool_calls"),
     ),
-    "arguments of the model's own spelling": (
-        CALL.replace(PARIS[1], ODD),
-        ASKED,
-        ("", "", [["get_weather", ODD]], "tool_calls"),
-    ),
+    "arguments of the model's own spelling": (CALL.replace(PARIS[1], ODD), ASKED, called("get_weather", ODD)),
     "JSON of a call that is not forced": (final(ROME), ASKED, (ROME, "", [], "stop")),
     **{
         f"no call: {text:.12}": (final(text), FORCED, (text, "", [], "stop"))
@@ -98,9 +96,7 @@ HEADERS = (
     "<|start|>user foo bar baz<|message|>???<|end|><|start|>assistant<|channel|>final",
     "<|start|>user<|channel|>final x y z<|message|>???<|end|><|start|>assistant<|channel|>final",
 )
-READ |= {
-    header: (THOUGHT + header + "<|message|>Four.<|return|>", {}, ("Four.", "hm", [], "stop")) for header in HEADERS
-}
+READ |= {header: (THOUGHT + header + "<|message|>Four.<|return|>", {}, THOUGHT_FOUR) for header in HEADERS}
 
 
 def both(ask: Any, text: str, bites: Sequence[int] = (1, 3, 100), **fields: Any) -> tuple:
