@@ -82,6 +82,10 @@ def test_a_leak_of_threads_is_told_from_a_pool_that_fills(minutes, at, pool, ver
     assert judge.status(one) == {"flat": 0, "grows": 1, "not judged": 3}[verdict]
 
 
+def test_students_quantile_is_that_of_tables() -> None:
+    assert [judge.student(n) for n in (3, 8, 18, 1000)] == pytest.approx([3.182, 2.306, 2.101, 1.962], rel=1e-2)
+
+
 def record(**fields: Any) -> judge.Record:
     """A record of a run that kept every promise, with other fields."""
     findings = Findings()
