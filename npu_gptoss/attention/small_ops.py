@@ -48,7 +48,6 @@ class Piece:
 class Batch:
     """rows [pieces * rows] of query and out; slots [pieces, keys] into the flat cache; hidden [pieces, rows, keys]."""
 
-    pieces: int
     rows: torch.Tensor
     slots: torch.Tensor
     hidden: torch.Tensor
@@ -92,7 +91,7 @@ def _plan(metadata: StepMetadata, before: int | None, block_size: int, device: t
         hidden = distance < 0  # padding keys too: by their offset they lie behind the piece's last row
         if before is not None:
             hidden |= distance > before
-        plan.append(Batch(len(pieces), (row + row_offset).flatten(), blocks * block_size + key_at % block_size, hidden))
+        plan.append(Batch((row + row_offset).flatten(), blocks * block_size + key_at % block_size, hidden))
     return plan
 
 

@@ -33,7 +33,6 @@ class Launch:
     """A running step: its requests, and the place of their next tokens."""
 
     requests: tuple[Request, ...]
-    bucket: int
     tokens: torch.Tensor  # [requests] int64 on the host, valid once `done`
     done: Any  # an event, or None where the host waits anyway
     logits: torch.Tensor  # [bucket, vocab], until the next step is launched
@@ -66,7 +65,6 @@ class DecodeGraphs:
         """
         self.model = model
         self.kv_caches = kv_caches
-        self.mode = mode
         self.sizes = tuple(sizes)
         spare_slot = kv_caches[0][0].shape[0] * block_size - 1
         self.state = DecodeState.allocate(self.sizes[-1], max_blocks, block_size, spare_slot, model.device)
@@ -117,12 +115,12 @@ class DecodeGraphs:
         logits = self._steps[size](seq_lens)
         on_device = self.state.tokens[: len(requests)]
         if on_device.device.type == "cpu":
-            return Launch(tuple(requests), size, on_device.clone(), None, logits)
+            return Launch(tuple(requests), on_device.clone(), None, logits)
         tokens = torch.empty(len(requests), dtype=torch.int64, pin_memory=True)
         tokens.copy_(on_device, non_blocking=True)
         done = torch.get_device_module(on_device.device).Event()
         done.record()
-        return Launch(tuple(requests), size, tokens, done, logits)
+        return Launch(tuple(requests), tokens, done, logits)
 
     def _metadata(self, rows: DecodeState) -> DecodeMetadata:
         """The metadata of a graph: every row of the bucket, the lengths from the device."""

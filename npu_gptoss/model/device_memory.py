@@ -28,7 +28,7 @@ BLOCK = 128  # tokens of a KV cache block on Ascend
 BUFFSIZE = 200  # MB: HCCL_BUFFSIZE's default, and what vllm-ascend 0.11.0 makes its groups with
 
 VARIABLE = "NPU_GPTOSS_EXPERT_WEIGHTS"
-AUTO, EXPANDED, PACKED = "auto", "expanded", "packed"
+AUTO, PACKED = "auto", "packed"  # or "expanded"
 
 
 @dataclass(frozen=True)

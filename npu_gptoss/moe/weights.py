@@ -7,7 +7,7 @@ map, and all can be expanded to floats, which defines what they mean.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -244,9 +244,3 @@ def converted(weights: AnyExperts, name: str, kind: type[Mxfp4Experts | Fp8Exper
         for whole, part in zip(made, parts, strict=True):
             whole[expert] = part
     return lone(kind, {f"{name}_blocks" if packs else name: made[0], f"{name}_scales": made[1]})
-
-
-def on_device(weights: AnyExperts, device: torch.device) -> AnyExperts:
-    """The same experts with every tensor on `device`."""
-    moved = {name: value.to(device) for name, value in vars(weights).items() if isinstance(value, torch.Tensor)}
-    return replace(weights, **moved)

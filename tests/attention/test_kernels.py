@@ -21,7 +21,7 @@ def test_long_prompts_are_cut_into_pieces_of_bounded_size(monkeypatch):
     (plan,) = step.metadata.plans.values()
     assert all(batch.hidden.shape[1] <= 16 for batch in plan)
     assert all(batch.hidden.shape[2] <= WINDOW - 1 + 16 for batch in plan), "a window layer reads its window only"
-    assert all(batch.pieces == 1 or batch.hidden.numel() <= 16 * 200 for batch in plan)
+    assert all(len(batch.hidden) == 1 or batch.hidden.numel() <= 16 * 200 for batch in plan)
 
 
 def test_the_scores_of_a_long_prompt_stay_below_128_mib():
@@ -38,7 +38,7 @@ def test_keys_are_padded_within_the_budget_in_any_order_of_requests(monkeypatch)
     step = make_step([(1, keys) for keys in (700, 600, 20, 30, 40, 50)])
     check(lambda s, w: s.run(sliding_window=w), step, None)
     plan = next(iter(step.metadata.plans.values()))
-    assert all(batch.pieces == 1 or batch.hidden.numel() <= 3200 for batch in plan)
+    assert all(len(batch.hidden) == 1 or batch.hidden.numel() <= 3200 for batch in plan)
 
 
 def test_index_tensors_are_built_once_per_step_and_window():
