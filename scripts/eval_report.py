@@ -33,11 +33,6 @@ PUBLISHED = {
 }
 
 
-def guess_size(model: str) -> str:
-    """`120b` or `20b` when the model's name says so, else ""."""
-    return next((size for size in ("120b", "20b") if size in model.lower()), "")
-
-
 def percent(right: int, total: int) -> str:
     return f"{100 * right / total:.2f} ({interval(*wilson(right, total))})"
 
@@ -134,16 +129,11 @@ def by_subject(run: EvalRun) -> list[str]:
 
 
 def verdict(paired: Paired) -> str:
-    if paired.p >= 0.05:
-        return (
-            "The runs cannot be told apart: two equally good ones would differ this unevenly, or more so, "
-            f"in {100 * paired.p:.3g} % of cases."
-        )
     better = "first" if paired.only_first > paired.only_second else "second"
-    return (
-        f"The {better} run is better: two equally good ones would differ this unevenly, or more so, "
-        f"in only {100 * paired.p:.3g} % of cases."
-    )
+    apart = paired.p < 0.05
+    told = f"The {better} run is better" if apart else "The runs cannot be told apart"
+    cases = f"{'only ' if apart else ''}{100 * paired.p:.3g} % of cases"
+    return f"{told}: two equally good ones would differ this unevenly, or more so, in {cases}."
 
 
 def against(run: EvalRun, other: EvalRun) -> list[str]:
@@ -222,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = read_run(options.run)
         other = read_run(options.against) if options.against else None
-        text = report(run, other, options.size or guess_size(run.model))
+        named = next((size for size in ("120b", "20b") if size in run.model.lower()), "")
+        text = report(run, other, options.size or named)
         if options.plot:
             plot(run, options.plot)
     except ReportError as error:

@@ -52,11 +52,6 @@ def engine_options(options: argparse.Namespace, mode: str | None) -> dict[str, A
     }
 
 
-def as_call(options: dict[str, Any]) -> str:
-    """The call as Python, for --dry-run."""
-    return "LLM(" + ", ".join(f"{name}={value!r}" for name, value in options.items()) + ")"
-
-
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """Variables to set before vLLM is imported; the user's own stay."""
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
@@ -145,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     settings = engine_options(options, options.mode or ("eager" if options.on == "cpu" else None))
     variables = environment(options)
-    print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), as_call(settings), flush=True)
+    call = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), f"LLM({call})", flush=True)
     if not options.dry_run:
         os.environ.update(variables)
         return generate(options, settings)

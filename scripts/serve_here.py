@@ -369,10 +369,6 @@ def invite_when_ready(pid: str, host: str, port: str, name: str, keyed: str) -> 
                 time.sleep(1)
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def run(options: argparse.Namespace) -> int:
     flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
     if option(flags, "--uds", ""):
@@ -393,7 +389,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"make {TARGET}: {sentence}", file=sys.stderr, flush=True)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     where = " on the emulated Ascend 910B" if EMULATED else PLACES[options.on]
     print(f"vllm serve: starting{where}, its output goes to {log}\n  {shlex.join(masked(command))}", flush=True)
     process = start(command, environment, log)
