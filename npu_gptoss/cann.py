@@ -94,13 +94,6 @@ def defect(text: str, day: str = "") -> str | None:
     return None
 
 
-def in_use() -> str:
-    """The CANN version that torch-npu runs on, "" if it is unknown. Imports torch_npu."""
-    import torch_npu
-
-    return torch_npu.npu.utils.get_cann_version() or ""
-
-
 def find_toolkit(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[Path | None, str | None]:
     """The toolkit, and the variable that names it: None if the toolkit was found in a usual place."""
     for name in HOME_VARIABLES:

@@ -83,13 +83,6 @@ def _settings(pairs: list[str]) -> dict[str, object]:
     return settings
 
 
-def _list() -> None:
-    for operation in _operations(None):
-        print(f"{operation.name}: {operation.summary}")
-        for kernel in registry.kernels_of(operation):
-            print(f"  {kernel.priority:>2}  {kernel.name}  [{kernel.origin}]  {kernel.summary}")
-
-
 def _explain(args: argparse.Namespace) -> int:
     settings = _settings(args.set)
     answered = True
@@ -103,7 +96,10 @@ def _explain(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     load_kernels()
     if args.action == "list":
-        _list()
+        for operation in _operations(None):
+            print(f"{operation.name}: {operation.summary}")
+            for kernel in registry.kernels_of(operation):
+                print(f"  {kernel.priority:>2}  {kernel.name}  [{kernel.origin}]  {kernel.summary}")
         return 0
     with platform_override(SUPPORTED[args.platform] if args.platform else current_platform()):
         return _explain(args)

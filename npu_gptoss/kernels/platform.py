@@ -29,7 +29,8 @@ FEATURE_MODULES = ("torch_npu", "triton")
 # Operators that not every wheel of torch_npu has, found as text of the file that lists its operators.
 GATING_V2 = "npu_moe_gating_top_k_softmax_v2"
 OPERATORS, LISTED = (GATING_V2,), "op_plugin/meta/_meta_registrations.py"
-TRITON_FOR_ASCEND = "triton_ascend"  # a feature, too: the module `triton`, where it is Triton-Ascend's
+# A feature, too: the module `triton` where it is Triton-Ascend's, which has a folder more.
+TRITON_FOR_ASCEND = "triton_ascend"
 
 Architecture = tuple[int, int] | str  # CUDA's compute capability, or the name of Ascend's SoC
 
@@ -122,33 +123,26 @@ TRITON_ASCEND = Capability.of("ascend", features=("torch_npu", TRITON_FOR_ASCEND
 HOPPER = Capability.of("cuda", features=("triton",), archs=((9, 0),), releases={"triton": ("3.6", "3.8", "3.9")})
 
 
-def _installed(module: str) -> bool:
+def _file_of(module: str) -> Path | None:
+    """What its import would run; None: not installed. Read instead: listing kernels must not wait for an import."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # a half-installed parent package
-        return False
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def _triton_is_for_ascend() -> bool:
-    """Both packages have the module `triton`; Triton-Ascend's has a folder more."""
-    spec = importlib.util.find_spec("triton")
-    return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "backends/ascend").is_dir()
-
-
-def _operators() -> frozenset[str]:
-    """Of OPERATORS, those that torch_npu lists. Read, because an import of torch_npu takes seconds."""
-    spec = importlib.util.find_spec("torch_npu")
-    listed = Path(spec.origin).parent / LISTED if spec is not None and spec.origin else None
-    text = listed.read_text(encoding="utf-8") if listed is not None and listed.is_file() else ""
+def _operators(torch_npu: Path) -> frozenset[str]:
+    """Of OPERATORS, those that torch_npu lists."""
+    listed = torch_npu.parent / LISTED
+    text = listed.read_text(encoding="utf-8") if listed.is_file() else ""
     return frozenset(name for name in OPERATORS if f'"{name}"' in text)
 
 
-def _triton_release() -> str | None:
-    """Read from its file: importing triton takes a second, and listing kernels must not."""
+def _release(triton: Path) -> str | None:
     try:
-        spec = importlib.util.find_spec("triton")
-        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
-    except (ImportError, ValueError, OSError):
+        text = triton.read_text(encoding="utf-8")
+    except OSError:
         return None
     found = re.search(r"^__version__ = ['\"]([^'\"]+)['\"]", text, re.M)
     return found[1] if found else None
@@ -191,11 +185,14 @@ def _architecture_by_nvml() -> tuple[int, int] | None:
 
 def detect(root: Path = Path("/")) -> Platform:
     """Detects the platform from device files under `root` and installed modules; NPU_GPTOSS_PLATFORM overrides."""
-    features = frozenset(name for name in FEATURE_MODULES if _installed(name))
-    if "triton" in features and _triton_is_for_ascend():
-        features |= {TRITON_FOR_ASCEND}
-    if "torch_npu" in features:
-        features |= _operators()
+    files = {name: file for name in FEATURE_MODULES if (file := _file_of(name))}
+    features, release = frozenset(files), None
+    if triton := files.get("triton"):
+        release = _release(triton)
+        if (triton.parent / "backends/ascend").is_dir():
+            features |= {TRITON_FOR_ASCEND}
+    if torch_npu := files.get("torch_npu"):
+        features |= _operators(torch_npu)
     if envs.get("ASCEND_EMULATOR_FP32"):
         features |= {"emulated_fp32"}
     kind = "ascend" if envs.get("ASCEND_EMULATOR") else envs.get("NPU_GPTOSS_PLATFORM")
@@ -207,8 +204,7 @@ def detect(root: Path = Path("/")) -> Platform:
             kind = "cuda"
         else:
             kind = "cpu"
-    triton = _triton_release() if "triton" in features else None
-    return Platform(kind, features, releases=(("triton", triton),) if triton else ())
+    return Platform(kind, features, releases=(("triton", release),) if release else ())
 
 
 _detected = functools.cache(detect)

@@ -33,13 +33,8 @@ def activation_name(activation: object) -> str:
     )
 
 
-def swigluoai_halves(gate: torch.Tensor, up: torch.Tensor, limit: float = LIMIT) -> torch.Tensor:
-    """[..., intermediate] each, in their own dtype."""
-    gate = gate.clamp(max=limit)
-    up = up.clamp(min=-limit, max=limit)
-    return (up + 1) * (gate * torch.sigmoid(ALPHA * gate))
-
-
 def swigluoai(gate_up: torch.Tensor, limit: float = LIMIT) -> torch.Tensor:
-    """[..., 2 * intermediate] with gate and up interleaved -> [..., intermediate]."""
-    return swigluoai_halves(gate_up[..., 0::2], gate_up[..., 1::2], limit)
+    """[..., 2 * intermediate] with gate and up interleaved -> [..., intermediate], in its own dtype."""
+    gate = gate_up[..., 0::2].clamp(max=limit)
+    up = gate_up[..., 1::2].clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(ALPHA * gate))

@@ -164,7 +164,8 @@ def has_clipped_swiglu() -> bool:
     """From CANN 8.5 on. Wheels from torch-npu 2.7.1.post2 on have the name on 8.3 as well, with no kernel behind it."""
     import torch_npu
 
-    return (cann.series(cann.in_use()) or (0, 0)) >= (8, 5) and hasattr(torch_npu, "npu_clipped_swiglu")
+    in_use = cann.series(torch_npu.npu.utils.get_cann_version() or "") or (0, 0)
+    return in_use >= (8, 5) and hasattr(torch_npu, "npu_clipped_swiglu")
 
 
 def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tensor:

@@ -38,7 +38,8 @@ def no_override(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_platform_is_detected_from_files_and_modules(tmp_path, monkeypatch, files, torch_npu, kind):
-    monkeypatch.setattr(platform, "_installed", lambda name: name == "torch_npu" and torch_npu)
+    installed = {"torch_npu": tmp_path / "torch_npu/__init__.py"} if torch_npu else {}
+    monkeypatch.setattr(platform, "_file_of", installed.get)
     assert detect(machine(tmp_path, *files)).kind == kind
 
 
