@@ -24,7 +24,6 @@ from npu_gptoss.serving.releases.vllm import (
     FusedMoE,
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
-    activation_name,
 )
 
 # Settings of vLLM's layer that our kernels know one value of: softmax over the top k, in no groups
@@ -112,7 +111,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
             (Mxfp4Experts if self.packed else ExpertWeights)(
                 **weights, expert_map=None if expert_map is None else expert_map.long()
             ),
-            activation=activation_name(self.activation),
+            activation=self.activation,
             swiglu_limit=self.swiglu_limit,
             top_k=layer.top_k,
         )
@@ -123,12 +122,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply(
-        self,
-        layer: nn.Module,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        top_k: int,
-        **options: Any,
+        self, layer: nn.Module, x: torch.Tensor, router_logits: torch.Tensor, top_k: int, **options: Any
     ) -> torch.Tensor:
         """x [tokens, hidden], router_logits [tokens, experts] -> this rank's part of the sum [tokens, hidden]."""
         refuse_unknown(options)

@@ -87,9 +87,7 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
             positions=common_attn_metadata.positions,
         )
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: AscendCommonAttentionMetadata) -> AttentionMetadata:
-        """The same for vllm-ascend 0.23, which calls it by vLLM's name."""
-        return self.build_for_graph_capture(common_attn_metadata)
+    build_for_cudagraph_capture = build_for_graph_capture  # vLLM's name for it, by which vllm-ascend 0.23 calls it
 
 
 class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):

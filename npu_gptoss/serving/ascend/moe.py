@@ -16,12 +16,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.moe import expert_mlp
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
 from npu_gptoss.serving.moe import GptOssExpertsMethod, refuse_unknown
-from npu_gptoss.serving.releases.ascend import (
-    TokenDispatcherWithAllGather,
-    comm_method,
-    dispatch,
-    experts_result,
-)
+from npu_gptoss.serving.releases.ascend import TokenDispatcherWithAllGather, comm_method, dispatch, experts_result
 
 
 class AscendExpertsMethod(GptOssExpertsMethod):

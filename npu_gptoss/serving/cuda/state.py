@@ -26,15 +26,7 @@ class StepState(DefaultModelState):
     _sampler: PlainSampler | None = None
 
     def prepare_attn(
-        self,
-        input_batch: Any,
-        cudagraph_mode: CUDAGraphMode,
-        block_tables: Any,
-        slot_mappings: Any,
-        attn_groups: Any,
-        kv_cache_config: Any,
-        for_capture: bool = False,
-        **more: Any,
+        self, input_batch: Any, cudagraph_mode: CUDAGraphMode, *of_cache: Any, for_capture: bool = False, **more: Any
     ) -> dict[str, Any]:
         """Skips the metadata if the step replays a graph, which reads the buffers of its capture. Builds it if drafts
         are verified (they are spread over rows), for a connector of caches and for half batches (`ubatch_idx`)."""
@@ -44,16 +36,7 @@ class StepState(DefaultModelState):
         unread = config.speculative_config is None and config.kv_transfer_config is None and not more
         if unread and not for_capture and cudagraph_mode == CUDAGraphMode.FULL:
             return {}
-        return super().prepare_attn(
-            input_batch,
-            cudagraph_mode,
-            block_tables,
-            slot_mappings,
-            attn_groups,
-            kv_cache_config,
-            for_capture=for_capture,
-            **more,
-        )
+        return super().prepare_attn(input_batch, cudagraph_mode, *of_cache, for_capture=for_capture, **more)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, None] | None:
         """Returns None, for vLLM's sampler, if drafts are verified or tokens are watermarked."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     import torch
@@ -186,12 +187,11 @@ def watching(runner: Any, watch: Watch) -> Iterator[None]:
         watch.hidden = rows
         return logits(rows)
 
-    dispatcher.dispatch, model.compute_logits = dispatch, compute_logits
-    try:
+    with (
+        mock.patch.object(dispatcher, "dispatch", dispatch),
+        mock.patch.object(model, "compute_logits", compute_logits),
+    ):
         yield
-    finally:
-        dispatcher.dispatch = right
-        del model.compute_logits
 
 
 def empty_step() -> Any:

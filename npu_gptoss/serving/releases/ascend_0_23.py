@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from npu_gptoss.serving.releases.ascend_0_11 import (  # noqa: F401
     STAYED,
@@ -192,11 +193,8 @@ def watching(runner: Any, watch: Watch) -> Iterator[None]:
         watch.mode, watch.size = found[0].name, found[1].num_tokens
         return found
 
-    runner._determine_batch_execution_and_padding = determine
-    try:
+    with mock.patch.object(runner, "_determine_batch_execution_and_padding", determine):
         yield
-    finally:
-        runner._determine_batch_execution_and_padding = right
 
 
 def last_rows(worker: Any, watch: Watch) -> tuple[list[str], torch.Tensor | None]:

@@ -120,11 +120,6 @@ def sequence_parallelism(config: Any) -> bool:
     return config.compilation_config.pass_config.enable_sequence_parallelism
 
 
-def activation_name(activation: Any) -> str:
-    """Returns the name of the experts' activation that the kernels use."""
-    return activation
-
-
 def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns `query_start_loc` and `seq_lens` of a step's real requests as host integers."""
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()

@@ -101,11 +101,6 @@ def sequence_parallelism(config: Any) -> bool:
     return bool(config.compilation_config.pass_config.enable_sp)
 
 
-def activation_name(activation: Any) -> str:
-    """Returns the name of the experts' activation, an enumeration in this release."""
-    return activation.value
-
-
 def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns `query_start_loc` and `seq_lens` of a step's real requests as host integers.
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from npu_gptoss.serving.steps import EAGER, MODES, Step, without_kernels
 
@@ -199,11 +200,8 @@ def watching(runner: Any, watch: Watch) -> Iterator[None]:
         watch.mode, watch.size = found.cg_mode.name, found.num_tokens
         return found
 
-    manager.dispatch = dispatch
-    try:
+    with mock.patch.object(manager, "dispatch", dispatch):
         yield
-    finally:
-        manager.dispatch = right
 
 
 def empty_step() -> Any:
