@@ -16,6 +16,7 @@ from npu_gptoss.harmony.encoding import Encoder, load_encoder
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.compat.server import structures
+from npu_gptoss.serving.openai.intake import PLACEHOLDER, is_gpt_oss, warn
 from npu_gptoss.serving.openai.release import release
 from npu_gptoss.serving.releases import vllm as names
 from npu_gptoss.serving.tokenizer_file import checkpoint_directory
@@ -27,13 +28,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 IN_THE_LOOP = 20_000  # characters, about 10 ms; a thread encodes a longer conversation
-PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's classes
 
 
 def report_unused(model_config: ModelConfig, args: Namespace) -> None:
     """Logs that another chat template than the published ones, or another parser of calls, has no effect."""
-    from npu_gptoss.serving.openai.intake import is_gpt_oss
-
     if not is_gpt_oss(model_config):  # vLLM's handlers read both
         return
     directory, parser = checkpoint_directory(model_config), args.tool_call_parser
@@ -168,7 +166,7 @@ async def start(
     prompt, said = here.reused_prompt(serving, plain), len(asked.warnings)
     if not prompt:
         asked, prompt = await prompt_of(serving, asked)
-    _warn(raw_request, asked.warnings[said:])
+    warn(raw_request, asked.warnings[said:])
     params = here.sampling(serving, plain, len(prompt))
     keywords = await _hold(serving, params, asked, raw_request)
     _make_deltas(params, asked)
@@ -195,15 +193,9 @@ async def _hold(serving: Any, params: Any, asked: Asked, raw_request: Any) -> di
             first = first or refusal
             continue
         if first is not None:
-            _warn(raw_request, [f"the schemas of tools are enforced in part: {first.message}"])
+            warn(raw_request, [f"the schemas of tools are enforced in part: {first.message}"])
         return keywords
     raise first
-
-
-def _warn(raw_request: Any, warnings: Sequence[str]) -> None:
-    from npu_gptoss.serving.openai.intake import warn
-
-    warn(raw_request, warnings)
 
 
 async def _hold_to(serving: Any, params: Any, asked: Asked) -> dict[str, Any]:

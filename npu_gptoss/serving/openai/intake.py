@@ -20,14 +20,15 @@ from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
 from npu_gptoss.frontend.structure import structure_of
 from npu_gptoss.harmony.encoding import ContextError, check_characters
 from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.keys import route_path
 from npu_gptoss.serving.admission.middleware import PARSED, replayed
 from npu_gptoss.serving.admission.refusal import Message, Receive, Send
-from npu_gptoss.serving.openai.engine import PLACEHOLDER
 
 Json = dict[str, Any]
 
 BODY, WARNINGS = "npu_gptoss.body", "npu_gptoss.warnings"  # keys in a request's scope
+PLACEHOLDER = [{"role": "user", "content": ""}]  # replaces messages for vLLM's classes
 KEEP_ALIVE = 15.0  # seconds
 WARNING_HEADER = b"x-npu-gptoss-warning"
 INVOCATIONS, TOKENIZE = "/invocations", "/tokenize"
@@ -57,11 +58,7 @@ def plain_response(body: Mapping[str, Any]) -> Json:
 
 
 def plain_messages(body: Mapping[str, Any]) -> Json:
-    own = {
-        "model": body.get("model") or "-",
-        "messages": [{"role": "user", "content": "."}],
-        "max_tokens": 1,
-    }
+    own = {"model": body.get("model") or "-", "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
     return own | ({"stream": body["stream"]} if isinstance(body.get("stream"), bool) else {})
 
 
@@ -271,8 +268,6 @@ def warn(raw_request: Any, warnings: Sequence[str]) -> None:
     """Reports ignored fields of a request to the client, in a header, and in the log."""
     if not warnings:
         return
-    from npu_gptoss.serving.openai.errors import logger
-
     logger.info("A request is served in part: %s", "; ".join(warnings)[:1000])
     if raw_request is not None and WARNINGS in raw_request.scope:
         raw_request.scope[WARNINGS].extend(warnings)

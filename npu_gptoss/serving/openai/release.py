@@ -169,7 +169,9 @@ class Release_0_33(Release_0_23):
             chat["structured_outputs"] = dict(fields)
         if tools.functions and (asked.structure.calls or choice.mode == "auto"):
             named = {"type": "function", "function": {"name": choice.tool.name}} if choice.tool else choice.mode
-            functions = [_strict(tool) for tool in tools.functions] if asked.structure.calls else tools.functions
+            functions = tools.functions
+            if asked.structure.calls:  # their arguments follow the schemas, as on the other releases
+                functions = [tool | {"function": tool["function"] | {"strict": True}} for tool in functions]
             chat |= {"tools": functions, "tool_choice": named, "parallel_tool_calls": tools.parallel}
         if len(chat) == 2:
             return {}
@@ -214,11 +216,6 @@ class Release_0_33(Release_0_23):
             metrics = metrics or chat_serving.PerRequestMetrics()
             metrics.speculative_decoding = speculation
         return about if metrics is None else about | {"metrics": metrics.model_dump()}
-
-
-def _strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """Makes a function's arguments follow its schema, as in forced calls on the other releases."""
-    return tool | {"function": tool["function"] | {"strict": True}}
 
 
 def framed(chat: Mapping[str, Any], tokenizer: Any, model_config: Any) -> Any:

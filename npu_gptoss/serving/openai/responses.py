@@ -107,8 +107,12 @@ async def count(self: Any, body: Mapping[str, Any]) -> Any:
 
 
 def _read(self: Any, body: Mapping[str, Any]) -> responses.Request:
+    def find(name: str) -> Mapping[str, Any] | None:
+        """An item of any stored response, by its id."""
+        return next((stored.items[name] for stored in self.msg_store.values() if name in stored.items), None)
+
     previous = self.msg_store.get(body.get("previous_response_id"))
-    return responses.read(body, release().defaults(self), previous, _finder(self))
+    return responses.read(body, release().defaults(self), previous, find)
 
 
 def _without_output(self: Any, previous: str | None) -> Any:
@@ -119,18 +123,8 @@ def _without_output(self: Any, previous: str | None) -> Any:
         return not_found(self, previous, "previous_response_id")
     status = self.response_store[previous].status
     return refused(
-        f"previous_response_id: expected a response with an output, got one that is {status}.",
-        "previous_response_id",
+        f"previous_response_id: expected a response with an output, got one that is {status}.", "previous_response_id"
     )
-
-
-def _finder(self: Any) -> Callable[[str], Mapping[str, Any] | None]:
-    """Returns a function that finds an item of any stored response by its id."""
-
-    def find(name: str) -> Mapping[str, Any] | None:
-        return next((stored.items[name] for stored in self.msg_store.values() if name in stored.items), None)
-
-    return find
 
 
 def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
