@@ -58,11 +58,6 @@ def step_aside(refusals: tuple[Refusal, ...]) -> None:
     os.environ[_COPIED_BY_RAY] = ",".join(dict.fromkeys(filter(None, (*copied, VARIABLE))))
 
 
-def may_step_aside() -> bool:
-    """Returns whether vLLM's own model may serve: on NVIDIA GPUs, unless NPU_GPTOSS=1 insists on ours."""
-    return here().devices == ("cuda",) and not os.environ.get("NPU_GPTOSS")
-
-
 def refusals_of(error: BaseException | None) -> tuple[Refusal, ...]:
     """Returns the refusals in an error of ours, also if vLLM's config classes have wrapped it."""
     while error is not None:
@@ -89,7 +84,8 @@ def configured(make: Callable[[], VllmConfig], options: Any) -> VllmConfig:
     """
     told = os.environ.get(VARIABLE)
     take_over()
-    if not may_step_aside():
+    # vLLM's own model may serve on NVIDIA GPUs, unless NPU_GPTOSS=1 insists on ours
+    if here().devices != ("cuda",) or os.environ.get("NPU_GPTOSS"):
         return make()
     before = copy.copy(vars(options))
     try:

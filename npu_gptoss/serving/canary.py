@@ -135,7 +135,7 @@ class Canary:
                 self._step(batch, computed=False)
             self._look_at_contexts(found)
             for mode, sizes in self.release.captured(self.runner).items():
-                for size, before in _with_smaller(sizes):
+                for size, before in zip(sizes, [0, *sizes], strict=False):
                     found.captured += 1
                     if pair := self._pair(mode, size, before):
                         self._compare(found, mode, size, *pair)
@@ -309,11 +309,6 @@ def caches(runner: Any) -> Iterator[torch.Tensor]:
 
 def _worst(errors: torch.Tensor) -> float:
     return float(errors.nan_to_num(nan=math.inf).max())
-
-
-def _with_smaller(sizes: list[int]) -> list[tuple[int, int]]:
-    ordered = sorted(sizes)
-    return list(zip(ordered, [0, *ordered], strict=False))
 
 
 def agreed(values: list[int], operation: Any, *groups: Any) -> list[int]:

@@ -138,8 +138,9 @@ def _experts(name: str, parameter: nn.Parameter, experts: FusedMoE) -> Placement
     shard = Shard(experts.tp_rank, experts.tp_size)
 
     def cut(official: str, tensor: torch.Tensor) -> torch.Tensor:
-        if experts.expert_map is not None:
-            tensor = tensor[_local_experts(experts.expert_map).to(tensor.device)]
+        if (expert_map := experts.expert_map) is not None:  # global id -> local, -1 elsewhere
+            ids = torch.nonzero(expert_map >= 0).flatten()
+            tensor = tensor[ids[expert_map[ids].argsort()].to(tensor.device)]
         return shard.cut(official, tensor)
 
     def place(tensor: torch.Tensor) -> None:
@@ -150,9 +151,3 @@ def _experts(name: str, parameter: nn.Parameter, experts: FusedMoE) -> Placement
         own.copy_(shard.trim(name, tensor, width))
 
     return Placement(name, place, cut)
-
-
-def _local_experts(expert_map: torch.Tensor) -> torch.Tensor:
-    """Returns the global ids of the local experts, in local order, from the map global -> local (-1: elsewhere)."""
-    ids = torch.nonzero(expert_map >= 0).flatten()
-    return ids[expert_map[ids].argsort()]

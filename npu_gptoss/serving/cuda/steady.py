@@ -17,12 +17,7 @@ import triton.language as tl
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.canary import agreed
 from npu_gptoss.serving.cuda.state import PlainSampler
-from npu_gptoss.serving.releases.vllm import (
-    AsyncModelRunnerOutput,
-    CUDAGraphMode,
-    ModelRunnerOutput,
-    graph_capture,
-)
+from npu_gptoss.serving.releases.vllm import AsyncModelRunnerOutput, CUDAGraphMode, ModelRunnerOutput, graph_capture
 
 # So many requests are served in this way at most: with more, the model's graph takes longer than the host.
 MOST = 16

@@ -49,7 +49,8 @@ class Tokens:
         self._text = mask_without(special - {tokenizer.eos_token_id}, words)
         self._not_spelled = mask_without(spelled, words)
         self._no_space = mask_without(self.spaces, words)
-        (self._newline, *free) = (_single(tokenizer, text) for text in ("\n", *FREE))
+        encoded = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", *FREE))
+        self._newline, *free = (numbers[0] if len(numbers) == 1 else None for numbers in encoded)
         self._free = [number for number in free if number is not None]
 
     def forbid_control(self, row: torch.Tensor, *, literals: bool, spelled: bool = True) -> None:
@@ -109,11 +110,6 @@ def _bit(number: int) -> int:
 def allows(row: torch.Tensor, number: int) -> bool:
     """Returns whether a row of the bit mask, int32, allows the token."""
     return bool(int(row[number // 32]) & _bit(number))
-
-
-def _single(tokenizer: Any, text: str) -> int | None:
-    numbers = tokenizer.encode(text, add_special_tokens=False)
-    return numbers[0] if len(numbers) == 1 else None
 
 
 class Masked:

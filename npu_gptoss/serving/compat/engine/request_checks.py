@@ -94,9 +94,8 @@ def _about_ascend_scheduler(request: Any, vllm_config: Any) -> str | None:
     """Without chunked prefill, vllm-ascend's own scheduler raises at a grammar and loses a prompt that is too long."""
     settings = vllm_config.scheduler_config
     scheduler = settings.scheduler_cls  # None on 0.23, whose vllm-ascend has no such scheduler
-    if "AscendScheduler" not in (scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "")):
-        return None
-    if settings.chunked_prefill_enabled:
+    name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "")
+    if "AscendScheduler" not in name or settings.chunked_prefill_enabled:
         return None
     if request.sampling_params.structured_outputs is not None:
         return "structured output needs chunked prefill in vllm-ascend's scheduler, and it is off"

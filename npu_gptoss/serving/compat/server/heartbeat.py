@@ -119,14 +119,11 @@ def _tell(engine: Any, cause: str = "") -> None:
 
     began = getattr(engine, STEP_BEGAN, None)
     seconds = 0.0 if began is None else time.monotonic() - began
-    for client in range(_clients(engine)):
+    # API servers; from 0.23 on only their addresses are kept
+    clients = engine.client_count if hasattr(engine, "client_count") else len(engine.addresses.outputs)
+    for client in range(clients):
         output = UtilityOutput(CALL, result=UtilityResult([engine.engine_index, seconds, cause]))
         engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
-
-
-def _clients(engine: Any) -> int:
-    """Returns the number of API servers; from 0.23 on only their addresses are kept."""
-    return engine.client_count if hasattr(engine, "client_count") else len(engine.addresses.outputs)
 
 
 def how_ended(processes: Iterable[Any]) -> str:

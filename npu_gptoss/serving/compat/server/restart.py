@@ -38,6 +38,7 @@ from npu_gptoss import envs
 from npu_gptoss.serving import logger
 from npu_gptoss.serving.admission.refusal import Refusal, escaped
 from npu_gptoss.serving.compat.patch import Original, around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.server.heartbeat import engines
 from npu_gptoss.serving.compat.server.shutdown import cause_of_death, engine_ended, is_final
 from npu_gptoss.serving.compat.targets import ALL
 
@@ -45,8 +46,10 @@ WINDOW = 600.0  # seconds in which at most N restarts are tried
 ENGINES = ("EngineCore", "VLLM_DP_Coordinator")  # names of vLLM's processes
 LAST_WILL = 10.0  # seconds for the dead engine's processes to end by themselves
 # fields of SamplingParams by which an engine keeps state besides the tokens
-STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "extra_args")
-STATEFUL_LATER = ("thinking_token_budget", "repetition_detection")  # 0.23 and 0.33
+STATEFUL = (
+    *("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "extra_args"),
+    *("thinking_token_budget", "repetition_detection"),  # 0.23 and 0.33
+)
 
 
 @dataclass(eq=False)
@@ -66,7 +69,7 @@ class Sent:
         if params is None or self.request.prompt_token_ids is None:  # pooling, embeddings
             return True
         seeded = params.seed is not None and params.temperature > 0
-        return seeded or any(getattr(params, name, None) for name in (*STATEFUL, *STATEFUL_LATER))
+        return seeded or any(getattr(params, name, None) for name in STATEFUL)
 
     def again(self, replay: bool) -> Any:
         """Returns the request for another engine."""
@@ -295,24 +298,21 @@ class Outliving:
         """Runs in a thread: ends what is left of the old engine and starts another."""
         self._starts = True  # before it looks whether the server ends
         try:
-            return self._another(old)
+            old.shutdown()
+            _clear(old, self._family, self._memory)
+            self._raise_if_over()
+            config = copy.deepcopy(self._pristine)
+            parallel = config.parallel_config
+            if parallel.data_parallel_size > 1:  # the old ports may not be free yet
+                parallel.data_parallel_master_port, *parallel._data_parallel_master_port_list = _free_ports(6)
+            # a fork would keep the clients' connections open
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+            client = self._started(config)
+            if self.over:  # nobody may be left to take it
+                client.shutdown()
+            return client
         finally:
             self._starts = False
-
-    def _another(self, old: Any) -> Any:
-        old.shutdown()
-        _clear(old, self._family, self._memory)
-        self._raise_if_over()
-        config = copy.deepcopy(self._pristine)
-        parallel = config.parallel_config
-        if parallel.data_parallel_size > 1:  # the old ports may not be free yet
-            parallel.data_parallel_master_port, *parallel._data_parallel_master_port_list = _free_ports(6)
-        # a fork would keep the clients' connections open
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        client = self._started(config)
-        if self.over:  # nobody may be left to take it
-            client.shutdown()
-        return client
 
     def _started(self, config: Any) -> Any:
         self._began = time.monotonic()
@@ -335,12 +335,8 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _processes(client: Any) -> list[Any]:
-    return list(getattr(client.resources.engine_manager, "processes", ()))
-
-
 def _cause(client: Any) -> str:
-    deadline, processes = time.monotonic() + 2.0, _processes(client)
+    deadline, processes = time.monotonic() + 2.0, engines(client)
     while processes and time.monotonic() < deadline and all(process.exitcode is None for process in processes):
         time.sleep(0.05)
     return cause_of_death(client)
@@ -352,7 +348,7 @@ def _belongings(client: Any) -> tuple[list[Any], set[str]]:
 
     below: list[Any] = []
     shared: set[str] = set()
-    for process in _processes(client):
+    for process in engines(client):
         with contextlib.suppress(psutil.Error, OSError):
             own = psutil.Process(process.pid)
             below += own.children(recursive=True)
@@ -371,9 +367,9 @@ def _clear(client: Any, family: list[Any], memory: set[str]) -> None:
     import psutil
 
     deadline = time.monotonic() + LAST_WILL
-    for process in _processes(client):
+    for process in engines(client):
         process.join(max(0.0, deadline - time.monotonic()))
-    _kill(process for process in _processes(client) if process.exitcode is None)
+    _kill(process for process in engines(client) if process.exitcode is None)
     _, left = psutil.wait_procs(family, max(0.0, deadline - time.monotonic()))
     for process in left:
         with contextlib.suppress(psutil.Error):

@@ -91,7 +91,7 @@ def install_server(launcher: ModuleType) -> None:
         loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
-        engine.shutdown = _not_yet  # 0.23 calls it at a signal; vLLM calls it again after the server's end
+        engine.shutdown = lambda timeout=None: None  # not yet, 0.23 does at a signal; vLLM does after the server's end
         try:
             rest = await original(app, *args, **kwargs)
             if rest.__name__ == "shutdown":  # uvicorn's, not awaited yet: a signal came
@@ -128,10 +128,6 @@ def _end_engines(core: Any) -> None:
         pulse.cause = pulse.cause or how_ended([process]) or f"its process {process.name} ended"
     for engine in engines(core):
         engine.kill()
-
-
-def _not_yet(timeout: float | None = None) -> None:
-    pass
 
 
 async def _nothing() -> None:
@@ -228,8 +224,7 @@ def cause_of_death(core: Any) -> str:
     pulse = getattr(core, "npu_gptoss_pulse", None)
     if pulse is not None and pulse.cause:
         return pulse.cause
-    words = how_ended(engines(core))
-    return words or "the cause is unknown; read its last log lines above"
+    return how_ended(engines(core)) or "the cause is unknown; read its last log lines above"
 
 
 async def _died(engine: Any) -> None:

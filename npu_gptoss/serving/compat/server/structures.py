@@ -91,9 +91,11 @@ class StructureCompiler:
             wanted._backend, wanted._backend_was_auto = "guidance", len(self.backends) > 1
         else:
             validate_structure(params, self.vllm_config, self.tokenizer)
-        # vLLM takes outlines for patterns of names, which guidance holds too
-        if wanted._backend_was_auto and (wanted._backend == "outlines" or left_out(_schema(wanted.json))):
-            wanted._backend = "guidance"
+        if wanted._backend_was_auto:
+            schema = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
+            # vLLM takes outlines for patterns of names, which guidance holds too
+            if wanted._backend == "outlines" or left_out(schema):
+                wanted._backend = "guidance"
         name = wanted._backend
         backend = self.backends.get(name) or new_backend(name, self.vllm_config, self.tokenizer)
         grammar = backend.compile_grammar(*structure_key(params))
@@ -101,10 +103,6 @@ class StructureCompiler:
             raise ValueError(matcher.get_error())
         grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)  # the first step too
         return {"backend": name, "automatic": wanted._backend_was_auto, "fields": structure_of(wanted)}
-
-
-def _schema(given: Any) -> Any:
-    return json.loads(given) if isinstance(given, str) else given
 
 
 def checked(client: Any) -> Structures:

@@ -22,7 +22,7 @@ def install(module: ModuleType) -> None:
 
     @around(module, "main")
     async def main(original: Original, args: Any) -> None:
-        if not _is_url(args.output_file) and not _takes(args.output_file):
+        if not args.output_file.startswith(("http://", "https://")) and not _takes(args.output_file):
             said = f"--output-file {quoted(args.output_file)} cannot be written: name another."
             raise InputError(said, field="--output-file")
         if stat.S_ISREG(mode_of(Path(args.input_file))):  # a pipe can be read once, an address later
@@ -38,10 +38,6 @@ def install(module: ModuleType) -> None:
             await module.write_local_file(str(kept), batch_outputs)
             said = f"--output-file {quoted(path_or_url)}: {error}. All answers are in {kept}."
             raise InputError(said, field="--output-file") from error
-
-
-def _is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
 
 
 def _takes(name: str) -> bool:

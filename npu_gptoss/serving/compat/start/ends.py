@@ -77,10 +77,7 @@ REMEDIES = (
     (r"as a positional argument", "Name the model right behind `vllm serve`, without --model"),
     (r"object has no attribute 'items'|while (parsing|scanning)|[Cc]onfig file", _YAML),
     (r"divisible by tensor parallel", "Use a --tensor-parallel-size that divides it"),
-    (
-        r"V0 engine|VLLM_USE_V1",
-        "Leave out what only vLLM's V0 engine has (VLLM_USE_V1=0, --max-num-partial-prefills)",
-    ),
+    (r"V0 engine|VLLM_USE_V1", "Leave out what only vLLM's V0 engine has (VLLM_USE_V1=0, --max-num-partial-prefills)"),
     (r"swap space", "Use a smaller --swap-space"),
     (r"GGUF|gguf", _GGUF),
     (r"FP8 KV cache", "Leave out --kv-cache-dtype: the cache has the model's dtype"),
