@@ -39,14 +39,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    try_tokenizer(path, tokenizer)
-    return tokenizer
-
-
-def try_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """Raises InputError if the tokenizer fails on a short text."""
     with panics_told(f"{path} is a tokenizer that cannot turn a text into tokens and back"):
         tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False).ids)
+    return tokenizer
 
 
 def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -124,7 +124,9 @@ def convert(job: Job, *, progress: bool = True) -> int:
     with _words(job), _locked(job), one_thread():  # experts are shared out to the cores
         done = _resumed(job)
         shards, before = job.shards, len(done)
-        _check_disk(job, [name for file, names in shards.items() if file not in done for name in names])
+        needed = sum(job.size(name) for file, names in shards.items() if file not in done for name in names)
+        if needed > (free := shutil.disk_usage(job.staging).free):
+            raise OSError(errno.ENOSPC, f"{needed / _GB:.1f} GB are needed and {free / _GB:.1f} GB free")
         with bar(len(shards), "converting", "shard", shown=progress) as shows:
             shows.update(before)
             for file, names in shards.items():
@@ -170,7 +172,7 @@ def _made(job: Job, names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str
         if not torch.isfinite(torch.stack(torch.aminmax(floats))).all():
             raise InputError(f"{name}: expected finite values, got NaN or infinity. The input is damaged.", field=name)
         if quantised:
-            tensors[blocks], tensors[scales], change = _quantised(name, floats, had)
+            tensors[blocks], tensors[scales], change = _quantised(floats, had)
         else:
             tensors[name] = floats
             kept |= {} if had is None else {scales: had}
@@ -192,7 +194,7 @@ def _expanded(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _quantised(name: str, floats: torch.Tensor, had: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Change]:
+def _quantised(floats: torch.Tensor, had: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Change]:
     """[experts, in, out] bfloat16 to blocks and scales by the published recipe. had: the scales of before, or None."""
 
     def one(expert: int) -> tuple[torch.Tensor, torch.Tensor, Change]:
@@ -257,12 +259,6 @@ def _finish(job: Job, shards: Mapping[str, list[str]]) -> None:
     for name in (PROGRESS, ".lock"):
         (job.staging / name).unlink(missing_ok=True)
     job.staging.replace(job.out)
-
-
-def _check_disk(job: Job, names: list[str]) -> None:
-    needed, free = sum(map(job.size, names)), shutil.disk_usage(job.staging).free
-    if needed > free:
-        raise OSError(errno.ENOSPC, f"{needed / _GB:.1f} GB are needed and {free / _GB:.1f} GB free")
 
 
 @contextmanager

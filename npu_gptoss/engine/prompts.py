@@ -10,6 +10,7 @@ from typing import Any
 
 from npu_gptoss.engine.chat import FIELDS as CHAT_FIELDS
 from npu_gptoss.errors import InputError
+from npu_gptoss.model.config_fields import is_int
 
 OPTION = "--prompts-file"
 # form -> what else may stand beside it
@@ -52,8 +53,7 @@ def _read_line(label: str, line: str) -> PromptEntry:
     forms = [form for form in FORMS if isinstance(value, dict) and form in value]
     if len(forms) != 1:
         raise InputError(
-            f"{label} must be a JSON object with one of {', '.join(FORMS)}, got {line.strip()[:80]}",
-            field=OPTION,
+            f"{label} must be a JSON object with one of {', '.join(FORMS)}, got {line.strip()[:80]}", field=OPTION
         )
     form = forms[0]
     unknown = sorted(value.keys() - {form} - FORMS[form])
@@ -64,6 +64,6 @@ def _read_line(label: str, line: str) -> PromptEntry:
     if not isinstance(content, expected):
         kind = "a text" if expected is str else "a list"
         raise InputError(f"{label}: {form} must be {kind}, got {json.dumps(content)[:80]}", field=form)
-    if form == "prompt_token_ids" and not all(isinstance(i, int) and not isinstance(i, bool) for i in content):
+    if form == "prompt_token_ids" and not all(map(is_int, content)):
         raise InputError(f"{label}: prompt_token_ids must be whole numbers, got {json.dumps(content)[:80]}", field=form)
     return PromptEntry(label, form, content, value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.model.config_fields import is_int
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,17 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check(
-            _is_whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "a whole number from 1", self.max_tokens
-        )
+        _check(is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "a whole number from 1", self.max_tokens)
         finite = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
         _check(finite and self.temperature >= 0, "temperature", "a finite number from 0 (greedy)", self.temperature)
         _check(
             isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p
         )
-        _check(_is_whole(self.top_k) and self.top_k >= 0, "top_k", "a whole number from 0 (all tokens)", self.top_k)
-        _check(self.seed is None or _is_whole(self.seed), "seed", "a whole number", self.seed)
+        _check(is_int(self.top_k) and self.top_k >= 0, "top_k", "a whole number from 0 (all tokens)", self.top_k)
+        _check(self.seed is None or is_int(self.seed), "seed", "a whole number", self.seed)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _check(value is None or (_is_whole(value) and value >= 0), name, "a whole number from 0", value)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+            _check(value is None or (is_int(value) and value >= 0), name, "a whole number from 0", value)
 
 
 def _check(holds: bool, name: str, expected: str, got: object) -> None:

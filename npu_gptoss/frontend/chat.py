@@ -113,13 +113,12 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         ignored = [name for name in ("functions", "function_call") if body.get(name)]
         warnings += [f"{name} has no effect without functions, or with tools" for name in ignored]
     tools = read_tools(given, choice, parallel=parallel is not False and not deprecated)
-    messages = body["messages"]
+    messages, last = body["messages"], fields_of(body["messages"][-1])
     continued = _continued(body, messages)
     turns, names = [], {}
     for number, message in enumerate(messages if continued is None else messages[:-1]):
         turns += chat_message(f"messages[{number}]", _readable(message, f"messages[{number}]", warnings), names)
     if continued is not None and continued[0] == "final":
-        last = fields_of(messages[-1])
         turns += chat_message(f"messages[{len(messages) - 1}]", {**last, "content": None}, names)
     options = body.get("stream_options") or {}
     usage = bool(defaults.with_usage or options.get("include_usage"))
@@ -127,10 +126,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         body,
         defaults,
         warnings,
-        efforts=[
-            ("reasoning_effort", body.get("reasoning_effort")),
-            ("reasoning.effort", reasons.get("effort")),
-        ],
+        efforts=[("reasoning_effort", body.get("reasoning_effort")), ("reasoning.effort", reasons.get("effort"))],
         continued=continued,
         turns=turns,
         tools=tools,
@@ -146,7 +142,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         running_usage=bool(usage and options.get("continuous_usage_stats")),
         with_token_ids=bool(body.get("return_token_ids")),
         deprecated=deprecated,
-        echo=_echo(body, messages),
+        echo=as_text(last.get("content")) if body.get("echo") and last.get("role") == "assistant" else "",
     )
 
 
@@ -196,11 +192,6 @@ def _continued(body: Mapping[str, Any], messages: Sequence[Any]) -> tuple[str, s
     content = as_text(last.get("content"), f"{place}.content")
     reasoning = as_text(last.get("reasoning_content") or last.get("reasoning"), f"{place}.reasoning")
     return ("analysis", reasoning) if reasoning and not content else ("final", content)
-
-
-def _echo(body: Mapping[str, Any], messages: Sequence[Any]) -> str:
-    last = fields_of(messages[-1])
-    return as_text(last.get("content")) if body.get("echo") and last.get("role") == "assistant" else ""
 
 
 @dataclass(frozen=True)

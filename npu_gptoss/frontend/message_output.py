@@ -113,9 +113,7 @@ class Blocks:
     def close(self) -> list[str]:
         """Ends the open block."""
         block, self._open = self._open, None
-        if block is None:
-            return []
-        return [block.stop()]
+        return [] if block is None else [block.stop()]
 
     def end(self) -> list[str]:
         """Ends the answer. An empty answer gets an empty text: clients read the first block."""

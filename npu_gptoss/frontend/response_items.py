@@ -118,11 +118,7 @@ def with_preambles(turns: Sequence[Message]) -> list[Message]:
 
 
 def read_input(
-    given: Any,
-    tools: Tools,
-    before: Conversation,
-    warnings: list[str],
-    find: Callable[[str], Mapping[str, Any] | None],
+    given: Any, tools: Tools, before: Conversation, warnings: list[str], find: Callable[[str], Mapping[str, Any] | None]
 ) -> Conversation:
     """Returns the conversation followed by a request's items. find: an item of another stored response, by id.
 

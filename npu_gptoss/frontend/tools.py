@@ -165,8 +165,7 @@ def read_tools(given: Any, choice: Any = None, *, parallel: bool = True, more: S
     for tool in offered:
         if tool.name in seen:
             raise ConversationError(
-                f"{tool.place}: {seen[tool.name].place} has the name {tool.name!r:.80} too; rename one.",
-                tool.place,
+                f"{tool.place}: {seen[tool.name].place} has the name {tool.name!r:.80} too; rename one.", tool.place
             )
         seen[tool.name] = tool
     added: list[Tool] = []

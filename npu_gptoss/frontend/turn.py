@@ -266,11 +266,10 @@ class Turn:
 
     def end(self, finish_reason: str | None) -> list[Event]:
         """Ends the generation. A part that its reason ("stop" or another) cut off is not complete."""
+        over, self._over = self._over or self.stopped is not None, True
         events: list[Event] = []
-        if self._over or self.stopped is not None:
-            self._over = True
+        if over:
             return events
-        self._over = True
         if self._open is not None:
             self._close(self.parser.current_content or "", finish_reason == "stop", events)
         elif self.parser.in_header and self.parser.process_eos().completed:

@@ -23,7 +23,7 @@ from npu_gptoss.files import check_place, write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
 from npu_gptoss.verify import compiled, replay, runner
-from npu_gptoss.verify.compare import KNOWN, PASSED, Result
+from npu_gptoss.verify.compare import KNOWN, PASSED
 from npu_gptoss.verify.runner import Report, targets
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
@@ -87,15 +87,12 @@ def run_replay(path: Path, device: torch.device) -> int:
                 print(f"--   {found[0]}: {found[1]}")
                 continue
             chosen = " (chosen)" if found.call == dumped.kernel else ""
-            print(f"{'FAIL' if found.wrong else 'ok':<4} {found.call}{chosen}: {_size(found)}")
+            size = f"{found.error:.2g} of the tolerance" if isfinite(found.error) else "no number to compare"
+            print(f"{'FAIL' if found.wrong else 'ok':<4} {found.call}{chosen}: {size}")
             print("".join(f"       {line}\n" for line in found.lines), end="", flush=True)
             wrong += [found.call] if found.wrong else []
     print(f"wrong: {', '.join(wrong)}" if wrong else "all right")
     return 1 if wrong else 0
-
-
-def _size(found: Result) -> str:
-    return f"{found.error:.2g} of the tolerance" if isfinite(found.error) else "no number to compare"
 
 
 def lines(report: Report, args: argparse.Namespace) -> list[str]:

@@ -92,11 +92,8 @@ def results(dumped: Dumped, device: torch.device) -> Iterator[Result | tuple[str
                 lambda got: check.judge(got, want, dumped.precision, sizes),
             )
         # an override that cannot take the call leaves it to another kernel, or to none
-        yield result if kernel.name in ran else (kernel.name, "cannot run this call" + _because(result))
-
-
-def _because(result: Result) -> str:
-    return f": {result.lines[0]}" if result.wrong else ""
+        because = f": {result.lines[0]}" if result.wrong else ""
+        yield result if kernel.name in ran else (kernel.name, f"cannot run this call{because}")
 
 
 # --- from a kernel's arguments to those of the public operation

@@ -39,12 +39,13 @@ def source_mutations(source: str) -> Iterator[SourceMutation]:
             continue
         changed = copy.deepcopy(tree)
         target = [n for statement in changed.body[0].body for n in ast.walk(statement)][place]
-        line = target.lineno
         _mutated(target)
         text = ast.unparse(changed)
         if text not in seen:
             seen.add(text)
-            yield SourceMutation(_difference(ast.unparse(tree), text, line), text)
+            pairs = zip(ast.unparse(tree).splitlines(), text.splitlines(), strict=True)
+            before, after = next((old.strip(), new.strip()) for old, new in pairs if old != new)
+            yield SourceMutation(f"{before}  ->  {after}", text)
 
 
 def _mutated(node: ast.AST) -> ast.AST | None:
@@ -60,12 +61,6 @@ def _mutated(node: ast.AST) -> ast.AST | None:
     else:
         return None
     return node
-
-
-def _difference(before: str, after: str, line: int) -> str:
-    pairs = zip(before.splitlines(), after.splitlines(), strict=True)
-    old, new = next((old.strip(), new.strip()) for old, new in pairs if old != new)
-    return f"{old}  ->  {new}"
 
 
 # (kernel, change) -> the reason why it computes the same

@@ -43,10 +43,6 @@ class Case:
 CASES = (Case(1), Case(16), Case(63, infinite=5), Case(64, later=True), Case(257, 64, later=True))
 
 
-def norm_suspect(width: int) -> str:
-    return f"{NORM} up to 2000 wide (ops-nn cf84e2226, repaired in CANN 9.0.0)" if width <= 2000 else NORM
-
-
 def shapes(rank: Rank) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of a rank's projections."""
     return {
@@ -110,6 +106,7 @@ def projections(cases: Iterable[Case], rank: Rank) -> Iterator[Result]:
 def norms(rows: Iterable[int], width: int, rank: Rank) -> Iterator[Result]:
     """The residual's addition with its norm, and the norm alone."""
     poison(rank.device)
+    suspect = f"{NORM} up to 2000 wide (ops-nn cf84e2226, repaired in CANN 9.0.0)" if width <= 2000 else NORM
     for count in rows:
         generator = torch.Generator().manual_seed(count)
         residual, delta = (torch.randn(count, width, generator=generator).to(rank.dtype) for _ in range(2))
@@ -123,7 +120,7 @@ def norms(rows: Iterable[int], width: int, rank: Rank) -> Iterator[Result]:
                 want = dense.add_norm(whole.float(), None, *norm, kernel="reference")[1]
             run = functools.partial(_add_norm, *arguments)
             call = f"{name} [{count}, {width}]"
-            both, suspect = {"residual": whole, "normed": want}, norm_suspect(width)
+            both = {"residual": whole, "normed": want}
             yield checked(call, run, by_rows(both), repeats=rank.repeats, suspect=suspect)[0]
 
 
