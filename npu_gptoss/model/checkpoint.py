@@ -66,11 +66,7 @@ def check_checkpoint(directory: str | os.PathLike[str], config: GptOssConfig) ->
 
 
 def iterate_tensors(
-    directory: str | os.PathLike[str],
-    config: GptOssConfig,
-    *,
-    dtype: torch.dtype,
-    progress: bool = True,
+    directory: str | os.PathLike[str], config: GptOssConfig, *, dtype: torch.dtype, progress: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Checks the whole checkpoint at once, then returns the stream of its tensors in their layout, floats in `dtype`.
 

@@ -59,12 +59,5 @@ def expand(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor) -> No
     """As `npu_gptoss.moe.packed.expand`."""
     _, tiles, rows, columns = packed.words.shape
     expand_kernel[(vector_cores(out.device),)](
-        packed.words,
-        packed.scales,
-        experts,
-        out.view(torch.int16),
-        experts.shape[0],
-        tiles,
-        ROWS=rows,
-        COLUMNS=columns,
+        packed.words, packed.scales, experts, out.view(torch.int16), experts.shape[0], tiles, ROWS=rows, COLUMNS=columns
     )

@@ -99,12 +99,7 @@ run_invariant = functools.partial(run, decodes=False)
 
 
 def _plan(
-    metadata: StepMetadata,
-    sliding_window: int | None,
-    tiling: Tiling,
-    group: int,
-    device: torch.device,
-    decodes: bool,
+    metadata: StepMetadata, sliding_window: int | None, tiling: Tiling, group: int, device: torch.device, decodes: bool
 ) -> Plan:
     if isinstance(metadata, DecodeMetadata) and decodes:
         return Plan(Rows(metadata.num_requests, metadata.max_seq_len, metadata.lengths, settled=True), ())

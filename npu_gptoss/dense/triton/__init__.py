@@ -36,12 +36,7 @@ def _halves_fill_all_warps(hidden: int) -> bool:
 
 
 def _register(
-    operation: Operation,
-    name: str,
-    summary: str,
-    traits: Mapping[str, Any],
-    *,
-    priority: int = Priority.PERFORMANT,
+    operation: Operation, name: str, summary: str, traits: Mapping[str, Any], *, priority: int = Priority.PERFORMANT
 ) -> None:
     """Registers the function whose name is the operation's mode and the end of `name`."""
     solution, _, kind = name.partition("_")
@@ -78,12 +73,7 @@ _register(
     {"rows": ONE, "head_dim": HEAD_DIMS},
     priority=ABOVE,
 )
-_register(
-    QKV,
-    "triton",
-    "Add and norm, cuBLAS's projection, RoPE and cache write.",
-    {"head_dim": HEAD_DIMS},
-)
+_register(QKV, "triton", "Add and norm, cuBLAS's projection, RoPE and cache write.", {"head_dim": HEAD_DIMS})
 _register(OUTPUT, "gluon", "One launch.", {"rows": GLUON_ROWS, **ALIGNED})
 _register(OUTPUT, "triton_gemv", "One launch: matrix-vector product, bias, residual.", {"rows": ONE})
 _register(
