@@ -91,7 +91,8 @@ def install_server(launcher: ModuleType) -> None:
         loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
-        engine.shutdown = lambda timeout=None: None  # not yet, 0.23 does at a signal; vLLM does after the server's end
+        # 0.23 would end the engine at the signal, before the answers in flight; vLLM ends it after the server, too
+        engine.shutdown = lambda timeout=None: None
         try:
             rest = await original(app, *args, **kwargs)
             if rest.__name__ == "shutdown":  # uvicorn's, not awaited yet: a signal came
