@@ -68,7 +68,7 @@ def endure(
     scenario, shown, leftovers = SCENARIOS[name], time.monotonic(), []
     stack = served.stack
     loop = Loop(served.url, seed, patience=patience, priorities=stack.policy == "priority", rounds=stack.rounds)
-    watch = Watch(served.url, lambda: -1 if loop.outage else served.process.pid, stack.stack == "cuda", every)
+    watch = Watch(served.url, lambda: -1 if loop.outage else served.process.pid, stack.card, every)
 
     def show(findings: Findings) -> None:
         nonlocal shown

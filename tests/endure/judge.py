@@ -285,11 +285,11 @@ def of_scenario(runs: Sequence[Record]) -> str:
         return "–"
     longest = max(runs, key=lambda run: run.seconds)
     slope = longest.slopes.get("memory, core")
-    grows = sorted({name.partition(", ")[0] for name in longest.of("grows")})
+    grows = sorted(longest.of("grows"))
     return (
         f"{sum(run.requests for run in runs)} in {sum(run.seconds for run in runs) / 60:.0f} min"
         + (f", {slope[0]:+.2f} ± {slope[1]:.2f}" if slope else "")
-        + (f", grows: {', '.join(grows)}" if grows else "")
+        + (f"; grows: {'; '.join(grows)}" if grows else "")
     )
 
 

@@ -71,12 +71,16 @@ class Stack:
     @property
     def rounds(self) -> bool:
         """True where a batch may turn a near-tie: the arithmetic of a row depends on the others there."""
-        return self.stack == "cuda" or self.stack in EMULATED  # there in products of one row, in fp32
+        return bool(self.card)  # on emulated ones in products of one row, in fp32
+
+    @property
+    def card(self) -> str:
+        return "gpu" if self.stack == "cuda" else "emulated" if self.stack in EMULATED else ""
 
     @property
     def sleeps(self) -> bool:
         """True where `changes` puts the server to sleep; the CPU refuses the option."""
-        return self.stack in EMULATED
+        return self.card == "emulated"
 
     def changes(self) -> dict[str, Any]:
         """Fields of a `Served` whose operator may change it."""
@@ -208,19 +212,27 @@ def gpu_memory() -> float:
     return float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
 
 
-def look(root: int, on_gpu: bool = False) -> dict[str, float]:
-    """Memory (MiB), descriptors, threads of the processes by role, without those that end meanwhile."""
-    found: dict[str, float] = {"memory, gpu": gpu_memory()} if on_gpu else {}
+def emulated_memory(pid: int) -> float:
+    """MiB of an emulated card that a process has mapped and touched: the card's memory is shared memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return float(re.search(r"^RssShmem:\s+(\d+) kB$", status, re.M)[1]) / 1024
+
+
+def look(root: int, card: str = "") -> dict[str, float]:
+    """Memory (MiB), descriptors, threads of the processes by role, without those that end meanwhile.
+
+    card: "gpu" or "emulated" if the server computes on one; its memory is a series of its own.
+    """
+    found: dict[str, float] = {"memory, gpu": gpu_memory()} if card == "gpu" else {}
     for process in family(root):
-        with contextlib.suppress(psutil.Error):
-            who = role(process, root)
-            costs = {
-                "memory": process.memory_info().rss / 2**20,
-                "descriptors": process.num_fds(),
-                "threads": process.num_threads(),
-            }
-            for what, cost in costs.items():
-                found[f"{what}, {who}"] = found.get(f"{what}, {who}", 0) + cost
+        with contextlib.suppress(psutil.Error, OSError):
+            who, memory = role(process, root), process.memory_info().rss / 2**20
+            costs = {"descriptors, " + who: process.num_fds(), "threads, " + who: process.num_threads()}
+            if card == "emulated":
+                costs["memory, card"] = emulated_memory(process.pid)
+            costs["memory, " + who] = memory - costs.get("memory, card", 0)
+            for name, cost in costs.items():
+                found[name] = found.get(name, 0) + cost
     return found
 
 
@@ -228,12 +240,12 @@ def look(root: int, on_gpu: bool = False) -> dict[str, float]:
 class Watch:
     """Looks at the processes and asks /health and /metrics from threads, within `with`.
 
-    root: the server's process now, -1 while there is none.
+    root: the server's process now, -1 while there is none. card: see `look`.
     """
 
     url: str
     root: Callable[[], int]
-    on_gpu: bool = False
+    card: str = ""
     every: float = ASK_EVERY
     begin: float = field(default_factory=time.monotonic)
     samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
@@ -265,7 +277,7 @@ class Watch:
                 work(root)
 
     def _look(self, root: int) -> None:
-        found = look(root, self.on_gpu)
+        found = look(root, self.card)
         if found and self.root() == root:
             self.samples.append((time.monotonic() - self.begin, found))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import os
 import random
 import re
@@ -24,7 +25,7 @@ from tests.endure.__main__ import endure
 from tests.endure.honest_requests import Said
 from tests.endure.loop import PARTED, UNSERVED, WAKE_UP, Findings, Loop, refuse_other_machines
 from tests.endure.scenarios import SCENARIOS
-from tests.endure.server import Served, Stack
+from tests.endure.server import Served, Stack, look
 
 # requests of each scenario: a minute of all
 SOME = dict.fromkeys(SCENARIOS, 6) | {"decode": 3}
@@ -133,11 +134,21 @@ def test_a_broken_promise_is_found(fields: dict[str, Any], promise: str, tmp_pat
     assert broken(record(**fields)) == [promise]
 
 
+def test_memory_of_an_emulated_card_is_a_series_of_its_own() -> None:
+    before = look(os.getpid(), "emulated")
+    with mmap.mmap(-1, 64 << 20) as card:  # shared, as the card's
+        card.write(bytes(64 << 20))
+        whole, apart = look(os.getpid()), look(os.getpid(), "emulated")
+    assert apart["memory, card"] == pytest.approx(before["memory, card"] + 64, abs=1)
+    assert apart["memory, card"] + apart["memory, api"] == pytest.approx(whole["memory, api"], abs=8)
+    assert "memory, card" not in whole
+
+
 def test_the_longest_run_of_a_scenario_tells_what_grew() -> None:
     brief = record(scenario="tools", seconds=60.0, slopes={"memory, core": None})
     runs = [record(), record(scenario="tools", slopes={"memory, core": (1.0, 0.2), "threads, core": (0.0, 0.1)}), brief]
     lines = judge.table(runs).splitlines()
-    assert lines[-1] == "| tools | 6 in 21 min, +1.00 ± 0.20, grows: memory |"
+    assert lines[-1] == "| tools | 6 in 21 min, +1.00 ± 0.20; grows: memory, core |"
     assert lines[-2] == "| mix | 3 in 20 min, +0.10 ± 0.20 |"
 
 
