@@ -46,9 +46,19 @@ def found(name: str, *modules: str) -> Any:
     return None
 
 
+def _give_cache_back(worker: Any) -> None:
+    """Frees an engine's KV cache, a GiB: vLLM keeps its model until the process ends."""
+    runner = worker.model_runner
+    runner.kv_caches.clear()
+    for layer in runner.compilation_config.static_forward_context.values():
+        if hasattr(layer, "kv_cache"):
+            layer.kv_cache.clear()
+
+
 @pytest.fixture(scope="module")  # the environment is taken back after each file
 def start_engine() -> Iterator[Callable[..., LLM]]:
     """Starts an engine on a checkpoint without a tokenizer: prompts are token ids. Keywords go to `LLM`."""
+    engines: list[LLM] = []
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -57,6 +67,9 @@ def start_engine() -> Iterator[Callable[..., LLM]]:
             from vllm import LLM
 
             settings = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "max_logprobs": -1, "seed": 0}
-            return LLM(str(directory), skip_tokenizer_init=True, **{**settings, **options})
+            engines.append(LLM(str(directory), skip_tokenizer_init=True, **{**settings, **options}))
+            return engines[-1]
 
         yield start
+    for engine in engines:
+        engine.collective_rpc(_give_cache_back)
