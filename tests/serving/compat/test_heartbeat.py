@@ -27,10 +27,14 @@ from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
 
 
+class Engine(types.SimpleNamespace):
+    """Can be referred to weakly."""
+
+
 def engine(**fields: Any) -> Any:
     values = {"engine_index": 0, "output_queue": queue.Queue(), **fields}
     values |= {"client_count": 1} if OLD else {"addresses": types.SimpleNamespace(outputs=["the server's"])}
-    return types.SimpleNamespace(**values)
+    return Engine(**values)
 
 
 def delivered(of: Any, calls: dict[int, Any]) -> None:
@@ -136,6 +140,31 @@ def test_a_lost_worker_is_the_cause_of_death_not_cancelled(patched: Any, codes: 
             core.EngineCoreProc._send_engine_dead(it)
     delivered(it, calls)
     assert words in heart.cause
+
+
+def test_a_killed_rank_is_the_cause_not_the_rank_that_lost_it(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank ends with an error of its own, about a connection."""
+    heart = pulse.Pulse(calls := {})
+    fork = multiprocessing.get_context("fork")
+    told = fork.Event()
+    lost = fork.Process(target=lambda: told.wait(60) and sys.exit(1), name="lost")
+    killed = fork.Process(target=time.sleep, args=(60,), name="killed")
+    for process in (lost, killed):
+        process.start()
+    workers = [types.SimpleNamespace(proc=process) for process in (lost, killed)]
+    it = engine(model_executor=types.SimpleNamespace(is_failed=True, workers=workers))
+    it.output_thread = types.SimpleNamespace(join=lambda timeout: None, is_alive=lambda: False)
+    monkeypatch.setattr(core.EngineCoreProc, "process_output_sockets", lambda self: None)
+    with patched("engine-pulse"):
+        core.EngineCoreProc.process_output_sockets(it)
+        killed.kill()
+        assert wait_for(lambda: getattr(it, pulse.FIRST_END).cause, 10)
+        told.set()
+        lost.join(10)
+        core.EngineCoreProc._send_engine_dead(it)
+    delivered(it, calls)
+    assert lost.exitcode == 1
+    assert heart.cause.startswith("its process killed was ended by SIGKILL")
 
 
 def test_health_fails_for_an_engine_that_does_not_answer(monkeypatch):

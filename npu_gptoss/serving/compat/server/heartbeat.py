@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from multiprocessing import connection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from npu_gptoss.serving import logger
@@ -29,6 +29,7 @@ from npu_gptoss.serving.compat.targets import ALL, CORE
 
 UNTIL = "vLLM's /health asks its engine"
 STEP_BEGAN = "_npu_gptoss_step_began"  # of an EngineCore: when its current step began, None between two steps
+FIRST_END = "_npu_gptoss_first_end"  # of an EngineCore with ranks: how the first of them ended
 CALL = -(1 << 40)  # vLLM numbers its calls by time, all above 0, and its notifications -1 (0.23) and -2 (0.33)
 INTERVAL = 1.0  # seconds between two messages
 SILENCE = 10.0  # seconds without a message after which an engine counts as hung
@@ -84,9 +85,9 @@ def engines(core: Any) -> Sequence[Any]:
     return getattr(core.resources.engine_manager, "processes", ())
 
 
-def note_first_end(pulse: Pulse, processes: Sequence[Any]) -> None:
-    """Waits until an engine ends, and keeps the signal as the cause: vLLM then ends the others by signals of its own,
-    and what they say before is about the lost one."""
+def note_first_end(pulse: Any, processes: Sequence[Any]) -> None:
+    """Waits until an engine or a worker ends, and keeps a signal as `pulse.cause`: vLLM then ends the others by signals
+    of its own, and what they say before is about the lost one."""
     connection.wait([process.sentinel for process in processes])
     while not (ended := [process for process in processes if process.exitcode is not None]):
         time.sleep(0.01)  # vLLM's thread reads it at the same moment
@@ -152,11 +153,18 @@ def _starved() -> int:
 _STARVED = _starved()
 
 
-def _lost(executor: Any) -> str:
+def _workers(engine: Any) -> list[Any]:
+    """Returns the processes of an engine's ranks; empty if it computes in its own."""
+    return [worker.proc for worker in getattr(getattr(engine, "model_executor", None), "workers", None) or ()]
+
+
+def _lost(engine: Any) -> str:
     """Returns which worker's end has ended the engine, in words: the engine's error is `cancelled` then."""
-    if not getattr(executor, "is_failed", False):
+    if not getattr(getattr(engine, "model_executor", None), "is_failed", False):
         return ""
-    words = how_ended(worker.proc for worker in executor.workers)
+    if (first := getattr(engine, FIRST_END, None)) is not None and first.cause:
+        return first.cause
+    words = how_ended(_workers(engine))
     return words and f"{words}; its last log lines say why"
 
 
@@ -184,6 +192,10 @@ def install_engine(core: ModuleType) -> None:
     def process_output_sockets(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the engine's output thread, from the end of the constructor on."""
         threading.Thread(target=_beat, args=(weakref.ref(self),), name="npu-gptoss pulse", daemon=True).start()
+        if workers := _workers(self):
+            setattr(self, FIRST_END, SimpleNamespace(cause=""))
+            told = (getattr(self, FIRST_END), workers)
+            threading.Thread(target=note_first_end, args=told, name="npu-gptoss ends", daemon=True).start()
         original(self, *args, **kwargs)
 
     @around(proc, "_process_engine_step")
@@ -198,5 +210,5 @@ def install_engine(core: ModuleType) -> None:
     def _send_engine_dead(original: Original, self: Any) -> None:
         error = sys.exc_info()[1]
         words = "" if error is None else f"{type(error).__name__}: {error}"[:1000]
-        _tell(self, _lost(getattr(self, "model_executor", None)) or words)
+        _tell(self, _lost(self) or words)
         original(self)
