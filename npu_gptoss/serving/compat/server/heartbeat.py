@@ -154,8 +154,9 @@ _STARVED = _starved()
 
 
 def _workers(engine: Any) -> list[Any]:
-    """Returns the processes of an engine's ranks; empty if it computes in its own."""
-    return [worker.proc for worker in getattr(getattr(engine, "model_executor", None), "workers", None) or ()]
+    """Returns the processes of an engine's ranks; empty if it computes in its own, or if Ray has started them."""
+    workers = getattr(getattr(engine, "model_executor", None), "workers", None) or ()
+    return [worker.proc for worker in workers if hasattr(worker, "proc")]
 
 
 def _lost(engine: Any) -> str:
