@@ -29,7 +29,7 @@ from npu_gptoss.serving.compat.targets import ALL, CORE
 
 UNTIL = "vLLM's /health asks its engine"
 STEP_BEGAN = "_npu_gptoss_step_began"  # of an EngineCore: when its current step began, None between two steps
-FIRST_END = "_npu_gptoss_first_end"  # of an EngineCore with ranks: how the first of them ended
+FIRST_END = "_npu_gptoss_first_end"  # of an EngineCore: how the first of its ranks ended
 CALL = -(1 << 40)  # vLLM numbers its calls by time, all above 0, and its notifications -1 (0.23) and -2 (0.33)
 INTERVAL = 1.0  # seconds between two messages
 SILENCE = 10.0  # seconds without a message after which an engine counts as hung
@@ -75,14 +75,19 @@ def install_client(core_client: ModuleType) -> None:
     def __init__(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.npu_gptoss_pulse = Pulse(self.utility_results)
-        if processes := list(engines(self)):
-            told = (self.npu_gptoss_pulse, processes)
-            threading.Thread(target=note_first_end, args=told, name="npu-gptoss ends", daemon=True).start()
+        watch_ends(self.npu_gptoss_pulse, engines(self))
 
 
 def engines(core: Any) -> Sequence[Any]:
     """Returns the engines' processes that this one has started. core: vLLM's client."""
     return getattr(core.resources.engine_manager, "processes", ())
+
+
+def watch_ends(pulse: Any, processes: Sequence[Any]) -> None:
+    """Starts a thread that notes the first end of these processes, if there are any."""
+    if processes:
+        told = (pulse, list(processes))
+        threading.Thread(target=note_first_end, args=told, name="npu-gptoss ends", daemon=True).start()
 
 
 def note_first_end(pulse: Any, processes: Sequence[Any]) -> None:
@@ -193,10 +198,9 @@ def install_engine(core: ModuleType) -> None:
     def process_output_sockets(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
         """Runs in the engine's output thread, from the end of the constructor on."""
         threading.Thread(target=_beat, args=(weakref.ref(self),), name="npu-gptoss pulse", daemon=True).start()
-        if workers := _workers(self):
-            setattr(self, FIRST_END, SimpleNamespace(cause=""))
-            told = (getattr(self, FIRST_END), workers)
-            threading.Thread(target=note_first_end, args=told, name="npu-gptoss ends", daemon=True).start()
+        first = SimpleNamespace(cause="")
+        setattr(self, FIRST_END, first)
+        watch_ends(first, _workers(self))
         original(self, *args, **kwargs)
 
     @around(proc, "_process_engine_step")
