@@ -102,24 +102,27 @@ def users_drawn() -> str:
     price = f"right: dollars a million output tokens, a GPU hour at ${GPU_HOUR:.2f}"
     shapes = [f'<text x="10" y="24" font-weight="bold">{title}</text>', f'<text x="10" y="44">{price}</text>']
     high, top, last = 190, 80, None
+    left, right = 70, WIDTH - 90
+
+    def place(user: float, gpu: float) -> tuple[float, float]:
+        """0 to 800 tokens/s of a user; 200 to 20 000 of the GPU, as a logarithm."""
+        return left + (right - left) * user / 800, top + high - high * math.log(gpu / 200) / math.log(100)
+
     for load, engine, points in loads():
         if load != last:
             top += 0 if last is None else high + 60
             last = load
-            left, right, bottom = 70, WIDTH - 90, top + high
+            bottom = top + high
             shapes.append(f'<text x="10" y="{top - 8}" font-weight="bold">{load[0]} tokens in, {load[1]} out</text>')
             shapes.append(f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="#888"/>')
             for speed in (300, 1000, 3000, 10000):
-                y, dollars = bottom - high * math.log(speed / 200) / math.log(100), GPU_HOUR / 3600 / speed * 1e6
+                (_, y), dollars = place(0, speed), GPU_HOUR / 3600 / speed * 1e6
                 shapes.append(f'<text x="{left - 8}" y="{y:.0f}" text-anchor="end">{speed}</text>')
                 shapes.append(f'<text x="{right + 8}" y="{y:.0f}">${dollars:.2f}</text>')
             for speed in range(0, 801, 200):
-                x = left + (right - left) * speed / 800
+                x, _ = place(speed, 200)
                 shapes.append(f'<text x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{speed}</text>')
-        places = [
-            (left + (right - left) * user / 800, bottom - high * math.log(gpu / 200) / math.log(100))
-            for _, user, gpu in points
-        ]
+        places = [place(user, gpu) for _, user, gpu in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[engine]}" stroke-width="2"/>')
         for (x, y), (streams, *_) in zip(places, points, strict=True):
