@@ -4,7 +4,8 @@ Contract: peft's `LoraConfig` and its layers `Linear`, `Embedding` and `ParamWra
 experts' parameters (`target_parameters`) have lora_A `[experts * r, a]`, the rank within the expert, and lora_B
 `[b, r * experts]`, the expert within the rank. The parameter is [experts, a, b] where transformers says `is_transposed`
 (5) or peft is older than that question, and [experts, b, a] elsewhere. The shapes tell which; of a square matrix, those
-of the other one.
+of the other one. Tinker's adapters have the experts' factors in three axes, [experts, r, a] and [experts, b, r]; either
+may have one expert, whose factor all share (tinker_cookbook/weights/_merge.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.convert.places import WHOLE, View, place, unwrapped
+from npu_gptoss.convert.places import TRANSPOSED, WHOLE, View, place, unwrapped
 from npu_gptoss.errors import InputError, quoted, short
 from npu_gptoss.files import is_directory, is_there, mode_of, read_json
 from npu_gptoss.model.config import GptOssConfig
@@ -38,6 +39,7 @@ _KNOWN = """
     layers_to_transform layers_pattern rank_pattern alpha_pattern bias loftq_config eva_config corda_config
     lora_ga_config use_dora qalora_group_size runtime_config target_parameters ensure_weight_tying megatron_core
 """
+_PATTERNS = {"alpha_pattern": "lora_alpha", "rank_pattern": "r"}
 _OF_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
 # They change the base model before the training; the adapter belongs to that base
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -58,21 +60,28 @@ class Delta:
     name: str
     factors: Mapping[str, StoredTensor]
     view: View
-    experts: int = 0  # of a whole [experts, in, out] parameter; 0: a matrix
+    experts: int = 0  # of a parameter of peft's; 0: factors as they are
     turned: bool = False  # B has the parameter's first axis
     embedding: bool = False
     scaling: float = 1.0
 
-    def add_to(self, tensor: torch.Tensor) -> None:
-        """tensor: the official one, float32 or bfloat16; changed in place, rounded once."""
+    @property
+    def rank(self) -> int:
+        return self.factors["A"].shape[-2] // (self.experts or 1)
+
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [..., rank, in] and B [..., out, rank] in float32; of experts with an axis for them, which may be 1."""
         a, b = (read_tensor(self.factors[letter]).float() for letter in "AB")
         if self.experts:
-            a, b = a.view(self.experts, -1, a.shape[1]), b.view(b.shape[0], -1, self.experts)
-            for expert in range(self.experts):
-                delta = b[:, :, expert] @ a[expert]
-                self._add(tensor[expert], delta if self.turned else delta.t())
-        else:
-            self._add(self.view(tensor), (b @ a).t() if self.embedding else b @ a)
+            a, b = a.view(self.experts, -1, a.shape[1]), b.view(b.shape[0], -1, self.experts).permute(2, 0, 1)
+        return a, b
+
+    def add_to(self, tensor: torch.Tensor) -> None:
+        """tensor: the official one, float32 or bfloat16; changed in place, rounded once."""
+        target = self.view(tensor)
+        targets = target if target.dim() == 3 else target[None]
+        for one, a, b in zip(targets, *(each.expand(len(targets), -1, -1) for each in self.matrices()), strict=True):
+            self._add(one, b @ a)
 
     def _add(self, target: torch.Tensor, delta: torch.Tensor) -> None:
         merged = target.float() + self.scaling * delta
@@ -144,20 +153,22 @@ def adapter_of(
     turned = {one.turned for found in fits.values() if len(found) == 1 for one in found if one.experts}
     for module, factors in modules.items():
         found = fits[module] if len(fits[module]) < 2 else [one for one in fits[module] if one.turned in turned]
-        first = next(iter(factors.values())).name
+        first = next(iter(factors.values()))
         if len(found) != 1:
             shapes = " and ".join(str(list(tensor.shape)) for tensor in factors.values())
+            why, remedy = f"{first.name} fits no tensor of IN: {shapes}", "Give the base of its training."
             if fits[module]:
-                raise _wrong(directory, f"{first} is of a square matrix, and nothing tells its input", first)
-            raise _wrong(directory, f"{first} fits no tensor of IN: {shapes}", first, "Give the base of its training.")
+                why, remedy = f"{first.name} is of a square matrix, and nothing tells its input", "Merge it with peft."
+            raise _wrong(directory, why, first.name, remedy)
         names = unwrapped(module), found[0].name
-        patterns = settings.get("alpha_pattern") or {}  # as peft's get_pattern_key reads them
-        key = next((key for key in patterns if any(re.match(rf"(.*\.)?({key})$", name) for name in names)), None)
-        rank = found[0].factors["A"].shape[0] // (found[0].experts or 1)
-        alpha = settings["lora_alpha"] if key is None else patterns[key]
+        alpha, rank = (_of_pattern(settings, *each, names) for each in _PATTERNS.items())
+        if rank != found[0].rank and len(first.shape) == 2:  # Tinker gives experts any, and divides by r all the same
+            why = f"{first.name} has rank {found[0].rank}, got {short(rank)} in {CONFIG}"
+            raise _wrong(directory, why, "r", "Take the file of this training.")
         scaling = weight * alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         if "magnitude_vector" in factors and (weight != 1 or found[0].embedding):
-            raise _wrong(directory, f"{first} is of DoRA, which has no weight here, and no embedding", first)
+            why = f"{first.name} is of DoRA, which has no weight here, and no embedding"
+            raise _wrong(directory, why, first.name)
         adapter.deltas.setdefault(found[0].name, []).append(replace(found[0], scaling=scaling))
     if not adapter.deltas and not adapter.replaced:
         raise _wrong(directory, "expected an adapter's tensors, got none", "--lora", "Save it again.")
@@ -171,21 +182,20 @@ def factors(deltas: Sequence[Delta], shape: tuple[int, ...]) -> tuple[torch.Tens
     The ranks of several deltas add up, within each expert.
     """
     experts, inputs, rows = shape if len(shape) == 3 else (1, *shape[::-1])
-    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(experts)]
+    parts: list[list[list[torch.Tensor]]] = [[] for _ in range(experts)]
     for delta in deltas:
-        a, b = (read_tensor(delta.factors[letter]).float() for letter in "AB")
-        b *= delta.scaling
-        if delta.experts:
-            a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
-            for part, pair in zip(parts, zip(*((b.mT, a.mT) if delta.turned else (a, b)), strict=True), strict=True):
-                part.append(pair)
-        elif len(shape) == 3:  # one expert's linear layer, or half of its rows
-            expert = delta.view(torch.arange(experts)[:, None, None].expand(shape))[0, 0]
-            whole = b.new_zeros(rows, b.shape[1])
-            whole[delta.view(torch.arange(rows).expand(shape))[:, 0]] = b
-            parts[expert].append((a, whole))
-        else:
-            parts[0].append((a, b))
+        a, b = delta.matrices()
+        b = b * delta.scaling
+        own = torch.arange(1)  # the experts of the delta
+        if len(shape) == 3:
+            if delta.turned:
+                a, b = b.mT, a.mT
+            own = delta.view(torch.arange(experts)[:, None, None].expand(shape))[..., 0, 0].reshape(-1)
+            if not delta.experts:  # linear layers, or half of their rows
+                places = delta.view(torch.arange(rows).expand(shape))[..., 0].reshape(len(own), -1)[0]
+                b = b.new_zeros(*b.shape[:-2], rows, b.shape[-1]).index_copy_(-2, places, b)
+        for expert, *pair in zip(own.tolist(), *(each.expand(len(own), -1, -1) for each in (a, b)), strict=True):
+            parts[expert].append(pair)
     rank = max(sum(len(a) for a, _ in part) for part in parts)
     made = torch.zeros(experts, rank, inputs), torch.zeros(experts, rows, rank)
     for expert, part in enumerate(parts):
@@ -202,25 +212,35 @@ def _fits(
     name, embedding = unwrapped(module), "embedding_A" in stored
     factors = {kind.removeprefix("embedding_"): tensor for kind, tensor in stored.items()}
     a, b = (factors[letter].shape if letter in factors else () for letter in "AB")
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+    if len(a) not in (2, 3) or len(b) != len(a) or a[-2] != b[-1]:
         return []
-    sides = (b[0], a[1])
+    sides = (*map(max, b[:-2], a[:-2]), b[-2], a[-1])
     if _EXPERTS.fullmatch(name):
         count, whole = config.num_local_experts, [f"{name}.{matrix}" for matrix in ("gate_up_proj", "down_proj")]
         return [
-            Delta(official, factors, WHOLE, count, turned)
+            Delta(official, factors, WHOLE if turned else TRANSPOSED, count, turned)
             for official in whole
             for turned in (False, True)
-            if official in specs
+            if len(a) == 2
+            and official in specs
             and specs[official].shape[1:] == (sides if turned else sides[::-1])
             and a[0] % count == 0
         ]
     (where, *_) = place(f"{name}.weight", config)
     if where.name not in specs:
         return []
-    shape = tuple(where.view(torch.empty(specs[where.name].shape, device="meta")).shape)
-    fits = shape == (sides[::-1] if embedding else sides)
-    return [Delta(where.name, factors, where.view, embedding=embedding)] if fits else []
+    view = TRANSPOSED if embedding else where.view
+    fits = tuple(view(torch.empty(specs[where.name].shape, device="meta")).shape) == sides
+    fits &= all(count in (1, sides[0]) for count in (*a[:-2], *b[:-2]))
+    fits &= "magnitude_vector" not in factors or factors["magnitude_vector"].shape[-1:] == sides[:1]
+    return [Delta(where.name, factors, view, embedding=embedding)] if fits else []
+
+
+def _of_pattern(settings: Mapping[str, Any], name: str, default: str, names: tuple[str, str]) -> float:
+    """The number of a layer by a field of patterns, as peft's get_pattern_key reads them, or by the field `default`."""
+    patterns = settings.get(name) or {}
+    found = (patterns[key] for key in patterns if any(re.match(rf"(.*\.)?({key})$", name) for name in names))
+    return next(found, settings[default])
 
 
 def _settings(directory: Path) -> dict[str, Any]:
@@ -236,14 +256,15 @@ def _settings(directory: Path) -> dict[str, Any]:
         if not is_number(settings.get(name)) or settings[name] <= 0:
             why = f"{name} should be a number above 0, got {quoted(settings.get(name))}"
             raise _wrong(directory, why, name, "Take the file of the training.")
-    patterns = settings.get("alpha_pattern") or {}
-    try:
-        right = all(re.compile(pattern) and is_number(alpha) for pattern, alpha in patterns.items())
-    except (re.error, AttributeError):
-        right = False
-    if not right:
-        why = f"alpha_pattern should have a number for each pattern, got {quoted(patterns)}"
-        raise _wrong(directory, why, "alpha_pattern", "Take the file of the training.")
+    for name in _PATTERNS:
+        patterns = settings.get(name) or {}
+        try:
+            right = all(re.compile(pattern) and is_number(number) for pattern, number in patterns.items())
+        except (re.error, AttributeError):
+            right = False
+        if not right:
+            why = f"{name} should have a number for each pattern, got {quoted(patterns)}"
+            raise _wrong(directory, why, name, "Take the file of the training.")
     others = [name for name, value in settings.items() if value and name not in _KNOWN.split()]
     if str(settings.get("init_lora_weights")).lower().startswith(_OTHER_BASES):
         others.append("init_lora_weights")

@@ -1,9 +1,9 @@
 """Where a tensor of another tool's checkpoint belongs in the official layout.
 
 `place` reads names: OpenAI's original/ (gpt_oss/torch/weights.py), unsloth's modules for experts (unsloth_zoo,
-`GptOssExpertsBnb4bit`), llm-compressor's (`GptOssLinearExperts`), mlx-lm's without quantization (`SwitchGLU`), and the
-prefixes of wrappers in any combination. A place is an official tensor in the BF16 layout and a view of it: a piece is
-copied into it, a LoRA delta is added to it.
+`GptOssExpertsBnb4bit`), llm-compressor's (`GptOssLinearExperts`), mlx-lm's without quantization (`SwitchGLU`), those of
+Tinker's adapters (w1, w2, w3: gate, down, up), and the prefixes of wrappers in any combination. A place is an official
+tensor in the BF16 layout and a view of it: a piece is copied into it, a LoRA delta is added to it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ _ORIGINAL = tuple(
         r"block\.(\d+)\.mlp\.mlp1_bias": r"model.layers.\1.mlp.experts.gate_up_proj_bias",
         r"block\.(\d+)\.mlp\.mlp2_bias": r"model.layers.\1.mlp.experts.down_proj_bias",
         r"(model\.layers\.\d+\.mlp\.router)\.linear\.(weight|bias)": r"\1.\2",  # unsloth's
+        r"(model\.layers\.\d+)\.attn\.([qkvo]_proj\.weight)": r"\1.self_attn.\2",  # Tinker's, as the next
+        r"unembed_tokens\.weight": "lm_head.weight",
     }.items()
 )
 _TURNED = re.compile(r"block\.(\d+)\.mlp\.mlp([12])_weight")  # [experts, out, in]
 _FUSED = re.compile(r"block\.(\d+)\.attn\.qkv\.(weight|bias)")
 _EXPERT = re.compile(
     r"(?P<stem>model\.layers\.\d+\.mlp\.experts)\."
-    r"(?:(?P<whole>gate_up|down)_projs\.(?P<n>\d+)|(?:(?:experts\.)?(?P<m>\d+)\.)?(?P<part>gate|up|down)_proj)"
+    r"(?:(?P<whole>gate_up|down)_projs\.(?P<n>\d+)|"
+    r"(?:(?:experts\.)?(?P<m>\d+)\.)?(?:(?P<part>gate|up|down)_proj|(?P<letter>w[123])))"
     r"\.(?P<kind>weight|bias)"
 )
 
@@ -58,6 +61,11 @@ _EXPERT = re.compile(
 def WHOLE(tensor: torch.Tensor) -> torch.Tensor:
     """The view that is the tensor itself."""
     return tensor
+
+
+def TRANSPOSED(tensor: torch.Tensor) -> torch.Tensor:
+    """The view with the last two axes swapped."""
+    return tensor.mT
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def place(name: str, config: GptOssConfig) -> list[Place]:
             return [Place(found.expand(official))]
     if found := _TURNED.fullmatch(name):
         matrix = {"1": "gate_up_proj", "2": "down_proj"}[found[2]]
-        return [Place(f"model.layers.{found[1]}.mlp.experts.{matrix}", lambda tensor: tensor.transpose(1, 2))]
+        return [Place(f"model.layers.{found[1]}.mlp.experts.{matrix}", TRANSPOSED)]
     if found := _FUSED.fullmatch(name):
         heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
         places, first = [], 0
@@ -105,7 +113,8 @@ def place(name: str, config: GptOssConfig) -> list[Place]:
 def _of_expert(found: re.Match[str]) -> Place:
     """One expert's linear layer, [out, in], of MLX all experts'; gate and up take turns among the official columns,
     gate first."""
-    part, number = found["whole"] or found["part"], found["n"] or found["m"]
+    part = found["whole"] or found["part"] or {"w1": "gate", "w2": "down", "w3": "up"}[found["letter"]]
+    number = found["n"] or found["m"]
     expert = slice(None) if number is None else int(number)
     matrix = "down_proj" if part == "down" else "gate_up_proj"
     columns = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}.get(part, slice(None))

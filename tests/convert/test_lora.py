@@ -222,10 +222,37 @@ def test_adapter_of_split_experts_fits_the_fused_ones(base: Path, tmp_path: Path
     assert_merged(merged_here(base, tmp_path / "out", str(tmp_path / "adapter")), want)
 
 
+def test_adapter_of_tinker_takes_the_experts_factors_apart(base: Path, tmp_path: Path) -> None:
+    """Three axes, one factor for all experts, names of its own, and a scaling by r of the config, whatever the rank."""
+    _, tensors = small()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    draw = torch.Generator().manual_seed(3)
+    stored, want = {}, {name: tensor.float() for name, tensor in tensors.items()}
+    layer, experts = "model.layers.1", "model.layers.1.mlp.experts."
+    gate_up, down = want[experts + "gate_up_proj"], want[experts + "down_proj"]
+    for name, target, of_a, of_b in (
+        (f"{layer}.attn.q_proj", want[f"{layer}.self_attn.q_proj.weight"], [4], []),
+        ("model.unembed_tokens", want["lm_head.weight"], [4], []),
+        (experts + "w1", gate_up[..., 0::2].mT, [1, 2], [4]),
+        (experts + "w3", gate_up[..., 1::2].mT, [4, 2], [1]),
+        (experts + "w2", down.mT, [4, 2], [4]),
+    ):
+        a = 0.1 * torch.randn([*of_a, target.shape[-1]], generator=draw)
+        b = 0.1 * torch.randn([*of_b, target.shape[-2], of_a[-1]], generator=draw)
+        stored |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+        target += 2 * b @ a
+    save_file(stored, tmp_path / "adapter/adapter_model.safetensors")
+    got = merged_here(base, tmp_path / "out", str(tmp_path / "adapter"))
+    assert_merged(got, {name: tensor.to(torch.bfloat16) for name, tensor in want.items()})
+    assert_factored(base, tmp_path / "adapter")
+
+
 WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "peft_type": lambda c: c.update(peft_type="IA3"),
     "lora_alpha": lambda c: c.pop("lora_alpha"),
-    "r": lambda c: c.update(r=float("nan")),
+    "r": lambda c: c.update(r=5),
+    "rank_pattern": lambda c: c.update(rank_pattern={"q_proj": "x"}),
     "alpha_pattern": lambda c: c.update(alpha_pattern={"(q_proj": 3}),
     "init_lora_weights": lambda c: c.update(init_lora_weights="pissa_niter_4"),
     "layer_replication": lambda c: c.update(layer_replication=[[0, 2]]),

@@ -459,7 +459,7 @@ FORMS = (
         field=METHOD, tool="FP8",
     ),
     Form("an adapter with the base's config.json", "axolotl", _instead(*ADAPTER), MERGE, tool="an adapter"),
-    Form("an adapter", "peft, unsloth", _all(_instead(*ADAPTER), _without("config.json")), MERGE),
+    Form("an adapter", "peft, unsloth, Tinker", _all(_instead(*ADAPTER), _without("config.json")), MERGE),
     Form(
         "a merge without experts: `gate_up_proj$`", "transformers 5, peft",
         _replaced("layers.1.mlp.experts.gate_up_proj", "gate_up_proj$"),
