@@ -156,7 +156,7 @@ FORMS = (
         "FP8 with scales",
         CONVERT,
         methods=("fp8", "fbgemm_fp8", "compressed-tensors:float-quantized", "compressed-tensors:naive-quantized"),
-        names=r"weight_scale(_inv)?$|_proj_scale(_inv)?$",
+        names=r"\.weight_scale(_inv)?$|_proj_scale(_inv)?$|\.[kv]_scale$",
     ),
 )
 

@@ -20,13 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from npu_gptoss.errors import quoted, short
-from npu_gptoss.files import CheckpointError, is_directory, is_there, read_json, reason, refuse_pointer, wrong
+from npu_gptoss.files import CheckpointError, is_directory, is_there, mode_of, read_json, reason, refuse_pointer, wrong
 from npu_gptoss.model.foreign import convert_command, refuse_foreign
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_PATTERN = "model-*-of-*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_UNFINISHED = (".aria2", ".st")  # notes of aria2 (hfd) and axel: the file has its size at once, with zeros for data
 _MOST_NAME = 255  # bytes of a file's name, on every file system that a checkpoint lies on
 _AGAIN = "The download is incomplete or damaged: download the file again."
 
@@ -111,6 +112,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """
     if not is_there(file):
         raise wrong(file, f"expected a file with weights, but there is none. {_AGAIN}")
+    for note in (file.with_name(file.name + ending) for ending in _UNFINISHED):
+        if mode_of(note):
+            raise wrong(
+                file, f"the download has not ended, as {note.name} tells. Go on with the command that began it."
+            )
     try:
         refuse_pointer(file)
         with file.open("rb") as stream, safe_open(file, "numpy"):  # for torch it would map the file as memory

@@ -283,6 +283,7 @@ SHARDS, PACKED = "bf16-shards", "mxfp4-single"
 METHOD = "quantization_config.quant_method"
 OF_OPENAI = ("original/model.safetensors", "original/config.json", "metal/model.bin", "LICENSE", ".cache/x.lock")
 TRAINER = ("optimizer.pt", "training_args.bin", "rng_state_0.pth", "runs/events.1", "args.json", "nemo_version.txt")
+CACHE_SCALES = tuple(f"{LAYER}self_attn.{letter}_scale" for letter in "kv")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _left = dict.fromkeys(("experts_per_token", "layer_types", "sliding_window", "rope_theta", "hidden_act"), ABSENT)
 _fixed = changed_config(unsloth_fixed=True, pad_token_id=255)
@@ -469,6 +470,11 @@ FORMS = (
         "MODEL is `original/`", "OpenAI", changed_config(model_type=ABSENT, rope_scaling_factor=32.0),
         "give the folder above, or " + CONVERT, field="model_type",
     ),
+    Form(
+        "x.safetensors.aria2 beside a file", "hfd", _files(SINGLE + ".aria2"), "go on with its download", field=SINGLE,
+        mend=_without(SINGLE + ".aria2"),
+    ),
+    Form("scales of a KV cache in FP8", "llm-compressor, Quark", _more(CACHE_SCALES), CONVERT, tool="FP8"),
     Form("shards without their index", "downloads", _without(INDEX), "get the index too, or " + CONVERT, base=SHARDS),
     # refused
     *(Form(name, by, _instead(file), do, tool=tool) for name, by, file, do, tool in FOREIGN),
