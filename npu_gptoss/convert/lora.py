@@ -141,8 +141,11 @@ def adapter_of(
             modules.setdefault(found["module"], {})[found["kind"]] = tensor
             continue
         (where,) = places if len(places := place(name, config)) == 1 else [None]
-        if where is None or where.name not in specs or specs[where.name].shape != tensor.shape:
+        if where is None or where.name not in specs:
             raise _wrong(directory, f"expected LoRA's tensors for gpt-oss, got {short(name)}", name)
+        if (shape := specs[where.name].shape) != tensor.shape:  # a vocabulary that training resized
+            why = f"{short(name)} should have shape {list(shape)} as in IN, got {list(tensor.shape)}"
+            raise _wrong(directory, why, name, "Merge it with peft into the base as the training resized it.")
         adapter.replaced[where.name] = tensor
     if adapter.replaced and weight != 1:
         why = (

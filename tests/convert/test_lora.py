@@ -294,6 +294,7 @@ BROKEN: dict[str, Callable[[Tensors], object]] = {
     "half a pair": lambda t: t.pop(f"{FACTOR}B.weight"),
     "bias": lambda t: t.update({f"{FACTOR}B.bias": torch.zeros(512)}),
     "unknown": lambda t: t.update({"base_model.model.model.layers.9.self_attn.q_proj.weight": torch.zeros(2)}),
+    "a resized vocabulary": lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(320, 96)}),
     "nothing": lambda t: t.clear(),
 }
 

@@ -50,8 +50,21 @@ _PLUGINS = (
     "Unset VLLM_PLUGINS, or let it name npu_gptoss_cpu too (on an NPU ascend); `npu-gptoss doctor` says what lacks"
 )
 _CACHES = "VLLM_CACHE_ROOT, TORCHINDUCTOR_CACHE_DIR, XDG_CACHE_HOME and TMPDIR name other folders for caches"
+_BUILDS = "Take an image (docs/installation.md), or builds made for each other: `npu-gptoss doctor` names them"
+_SOURCE = "`source` the set_env.sh of CANN and NNAL before the start; a container needs the driver's lib64 too"
+_PORTS = (
+    "Give each server its own cards (ASCEND_RT_VISIBLE_DEVICES) and ports, such as "
+    "HCCL_HOST_SOCKET_PORT_RANGE=60100-60150 HCCL_NPU_SOCKET_PORT_RANGE=61100-61150"
+)
+_RANKS = "Look for the first error in the other ranks' logs; on an NPU HCCL_CONNECT_TIMEOUT=900 waits longer"
+_THREADS = "Raise `ulimit -u` (a container's --pids-limit); OMP_NUM_THREADS=1 asks for fewer threads"
+_CARD = "`npu-smi info` shows the card's health, docs/troubleshooting.md what the code means"
+_DRIVER = "Look at `nvidia-smi`: the driver is too old, or the container was started without --gpus all"
 _GGUF = "Take the model's safetensors, in MXFP4 or BF16"
 REMEDIES = (
+    (r"vllm_ascend_C|GLIBC|undefined symbol|camem allocator", _BUILDS),
+    (r"No module named '(tbe|acl)\b|lib(ascend|hccl|atb|ge_|op|nnop|reg|runtime)\w*\.so\S* cannot open", _SOURCE),
+    (r"(/\S+): cannot allocate memory in static TLS block", r"Set LD_PRELOAD=\1"),
     (
         r"cannot import name '\w+' from '?vllm",
         "Leave out the option whose class imports it, as --kv-transfer-config does: it is of another release of vLLM",
@@ -61,6 +74,18 @@ REMEDIES = (
     (r"requires? (\w+_for_pytorch|the package)|[Pp]lease install|pip install|packages are installed", _LEAVE),
     (r"offline|LocalEntryNotFound|cached snapshot|couldn't connect|resolve host|Max retries", _DOWNLOAD),
     (r"Repo id must|repository ID|valid model identifier|appear to have", _PATH),
+    (r"Failed to bind the IP port", _PORTS),
+    (r"Getting socket times out|waiting for clients", _RANKS),
+    (r"error code(:| is) ?507\d{3}|Driver module", _CARD),
+    (r"libcuda\.so|NVIDIA driver|driver version is insuff|No CUDA GPUs", _DRIVER),
+    (r"NCCL error|nccl\w*Error", "Set NCCL_DEBUG=INFO and read NCCL's first warning; a container needs --ipc host"),
+    (r"no kernel image", "Install a torch and a vLLM whose CUDA knows this card"),
+    (r"uid not found", "Add the user to /etc/passwd, where HCCL looks too, or set USER"),
+    (r"Too many open files", "Raise `ulimit -n` (a container's --ulimit nofile) to 65536"),
+    (r"start new thread|Resource temporarily unavailable", _THREADS),
+    (r"World size \(\d+\) is larger", "Use a smaller --tensor-parallel-size, or let the server see more cards"),
+    (r"Stale file handle|Input/output error", "Look at the disk, or the network's file system, that holds it"),
+    (r"\(shm\)|/dev/shm|'/psm_|(code|code:|':) -7\b", "Start the container with --shm-size 16g or --ipc host"),
     (r"(?i:address) already in use", "Stop the other server, or choose another --port"),
     (r"infer device type", _PLUGINS),
     (r"greater than the derived max_model_len", "Use a --max-model-len of at most the derived one"),
@@ -83,9 +108,13 @@ REMEDIES = (
     (r"FP8 KV cache", "Leave out --kv-cache-dtype: the cache has the model's dtype"),
     (r"No space left|[Qq]uota exceeded", f"Make room there. {_CACHES}"),
     (r"Read-only file system", _CACHES),
+    (r"Permission denied", f"Let this user read and write it. {_CACHES}"),
     (r"[Ii]nvalid request on line", "Correct or leave out that line of --input-file"),
     (r"[Cc]onnection (closed|reset) by peer", "Look at the logs of the other ranks and nodes: one of them ended first"),
-    (r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|: -9\b", _MEMORY),
+    (
+        r"Free memory|larger than the (available|maximum)|cache blocks|KV cache|out of memory|allocate memory|: -9\b",
+        _MEMORY,
+    ),
 )
 REMEDY = "Correct or leave out the option or variable that it is about; `npu-gptoss doctor` checks the installation"
 _process: int | None = None  # in which the hooks are installed
