@@ -72,7 +72,7 @@ def requests_of(streams: int, output: int) -> int:
 
 
 def rounds_of(streams: Sequence[int], lengths: Sequence[tuple[int, int]]) -> list[Round]:
-    """For each point the round that warms it up, and the point itself."""
+    """Returns for each point the round that warms it up, and the point itself."""
     rounds = []
     for (read, output), each in itertools.product(lengths, streams):
         rounds += [(each, max(each, WARM_UP_REQUESTS), read, WARM_UP_OUTPUT)]
@@ -89,7 +89,7 @@ def shares_of(whole: Round, clients: int) -> list[Round | None]:
 
 
 def arguments_of(url: str, tokenizer: Path, part: Round, seed: int) -> list[str]:
-    """For `vllm bench serve`. Prompts differ between seeds."""
+    """Returns the arguments of `vllm bench serve`. Prompts differ between seeds."""
     streams, requests, read, output = part
     flags = {"base-url": url, "model": NAME, "tokenizer": tokenizer, "seed": seed, "temperature": 0}
     flags |= {"dataset-name": "random", "random-input-len": read, "random-output-len": output}
@@ -176,7 +176,7 @@ class Client:
         theirs.close()
 
     def answer(self, seconds: float) -> Any:
-        """Its next answer. Raises RuntimeError where there is none in time."""
+        """Returns the next answer. Raises RuntimeError where there is none in time."""
         try:
             if self.connection.poll(seconds):
                 return self.connection.recv()

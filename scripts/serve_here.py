@@ -336,7 +336,7 @@ def show_progress(log: Path) -> Callable[[float], None]:
 
 
 def log_of(port: int) -> Path:
-    """Where the server on this port writes: two servers of one checkout do not share a log."""
+    """Returns the log of the server on this port: two servers of one checkout do not share a log."""
     return ROOT / f"{TARGET}-{port}.log"
 
 

@@ -22,7 +22,7 @@ class Card:
 
     @property
     def variables(self) -> dict[str, str]:
-        """For `settings`. BUILD: what vllm-ascend's wheel is built for, as in the image for this card."""
+        """Variables for `settings`. BUILD: what vllm-ascend's wheel is built for, as in the image for this card."""
         return {"SOC": self.soc, "KIND": self.kind, "BUILD": self.kind, "CUBES": str(self.cubes)}
 
 

@@ -44,7 +44,7 @@ SCATTERS: dict[str, Callable[..., tuple[int, bool]]] = {
 
 
 def _base(name: str) -> str:
-    """Without namespace and overload."""
+    """Returns the name without namespace and overload."""
     return name.partition("::")[2].partition(".")[0]
 
 

@@ -45,7 +45,7 @@ class LayerKernels:
         self._bound: dict[tuple[object, ...], tuple[Bound, Bound]] = {}
 
     def of(self, query: torch.Tensor, key_cache: torch.Tensor, sinks: torch.Tensor) -> tuple[Bound, Bound]:
-        """Of the write and of attention. query: [rows, heads, head_dim], as the layer's keys in dtype and head_dim."""
+        """Binds the kernels of write and attention. query: [rows, heads, head_dim], the last and dtype as the keys'."""
         met = (query.dtype, key_cache.dtype, key_cache.shape[1])
         found = self._bound.get(met)
         if found is None:

@@ -56,7 +56,7 @@ class Points:
 
     @property
     def rows(self) -> list[int]:
-        """Of the operations to which a prompt's token is a row like any other."""
+        """Cases of the operations to which a prompt's token is a row like any other."""
         return sorted({*self.batches, *self.prompts})
 
 
@@ -246,7 +246,7 @@ def _experts(inputs: Inputs, ids: torch.Tensor, form: str, kernel: str) -> Calls
 
 
 def _described(mode: str, inputs: Inputs, rows: int) -> tuple[Described, Work]:
-    """How a call of a dense operation is described, and its work."""
+    """Returns the description of a dense operation's call, and its work."""
     sizes, dtype = inputs.sizes, inputs.dtype
     # the residual stream is float32: one reader of it and its norm
     stream = Work(activation_bytes=rows * sizes.hidden * (FP32_BYTES + BF16_BYTES))

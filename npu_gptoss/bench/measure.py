@@ -60,7 +60,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def rotation(bytes_per_call: float, device: torch.device, most: int = 64) -> int:
-    """How many sets of tensors a rotation needs so that none is found in the cache; 1 on a CPU, which promises none."""
+    """Returns how many sets of tensors a rotation needs so that no cache holds one; 1 on a CPU, which promises none."""
     if device.type != "cuda":
         return 1
     return max(1, min(most, int(COLD_FACTOR * l2_bytes(device) // max(bytes_per_call, 1)) + 1))

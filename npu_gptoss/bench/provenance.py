@@ -35,7 +35,7 @@ def driver() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that a number depends on; `commit` as in `commit`."""
+    """Returns the versions of everything that a number depends on; `commit` as in `commit`."""
     found = {
         "npu_gptoss": __version__,
         "commit": commit(),

@@ -34,7 +34,7 @@ class Ceilings:
     flops_per_s: float
 
     def of(self, count: int) -> Ceilings:
-        """Of so many such machines together."""
+        """Returns the ceilings of so many such machines together."""
         if count == 1:
             return self
         return Ceilings(f"{count} x {self.name}", count * self.bytes_per_s, count * self.flops_per_s)
@@ -92,7 +92,7 @@ def expected_distinct(experts: int, top_k: int, tokens: int) -> float:
 
 
 def attention_parameters(config: GptOssConfig) -> int:
-    """Of one layer outside its experts and router: projections with biases, both norms, sinks."""
+    """Counts the parameters of one layer outside its experts and router: projections with biases, both norms, sinks."""
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden = config.hidden_size
     return (hidden + 1) * (query + 2 * kv) + (query + 1) * hidden + 2 * hidden + config.num_attention_heads
@@ -103,7 +103,7 @@ def router_parameters(config: GptOssConfig) -> int:
 
 
 def expert_parameters(config: GptOssConfig) -> tuple[int, int]:
-    """Of one expert: weights (in the experts' format), biases (in bfloat16)."""
+    """Counts the parameters of one expert: weights (in the experts' format), biases (in bfloat16)."""
     return 3 * config.hidden_size * config.intermediate_size, 2 * config.intermediate_size + config.hidden_size
 
 

@@ -51,7 +51,7 @@ _GB = 1e9
 
 @dataclass
 class Change:
-    """How far the result is from the source: sums of squares, and the largest difference."""
+    """The distance of the result from the source: sums of squares, and the largest difference."""
 
     error: float = 0.0
     size: float = 0.0
@@ -104,7 +104,7 @@ class Job:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the command and its inputs as they were when it began."""
+        """Returns a hash of the command and its inputs as they were when it began."""
         files = [*self.source.files, self.source.directory / CONFIG_NAME]
         for adapter in self.adapters:
             files += [*adapter.files, adapter.directory / ADAPTER_CONFIG]

@@ -89,7 +89,7 @@ def qkv(
     *,
     kernel: Kernel = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the residual stream to turned queries; stores the turned keys, and the values, in the cache.
+    """Computes turned queries of the residual stream; stores the turned keys, and the values, in the cache.
 
     residual, delta: [rows, hidden]; rows past `metadata.num_tokens` are padding, whose keys are not stored.
     weight: [(heads + 2 * kv_heads) * head_dim, hidden], rows of q, then k, then v; bias alike.

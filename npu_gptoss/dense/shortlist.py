@@ -38,7 +38,7 @@ class Shortlist:
         return made
 
     def write(self, weight: torch.Tensor) -> None:
-        """For other weights, at the same addresses."""
+        """Writes the shortlist of other weights, at the same addresses."""
         for first in range(0, len(weight), AT_ONCE):
             part = weight[first : first + AT_ONCE].float()
             step = (part.abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-30)

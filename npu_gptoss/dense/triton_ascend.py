@@ -63,7 +63,7 @@ def rotate_write(
     slot_mapping: torch.Tensor,
     query: torch.Tensor,
 ) -> None:
-    """As `npu_gptoss.dense.reference`. Raises InputError for a tensor with gaps: the kernel gets addresses only."""
+    """Does as `dense.reference`. Raises InputError for a tensor with gaps: the kernel gets addresses only."""
     given = {"qkv": qkv, "cos_sin": cos_sin, "key_cache": key_cache, "value_cache": value_cache}
     if apart := [name for name, tensor in given.items() if not tensor.is_contiguous()]:
         raise InputError(f"{apart[0]} must be contiguous, got strides {given[apart[0]].stride()}", field=apart[0])

@@ -75,7 +75,7 @@ def servers(here: Machine) -> list[Server]:
 
 
 def local_url(host: str, port: int | str, secure: bool = False) -> str:
-    """Where this machine reaches a server that listens on `host`."""
+    """Returns the URL at which this machine reaches a server that listens on `host`."""
     every = not host.strip("0.:")  # each address of the machine
     host = "127.0.0.1" if every else f"[{host}]" if ":" in host else host
     return f"http{'s' * secure}://{host}:{port}"

@@ -84,7 +84,7 @@ def on_ascend(what: str, emulated: bool = True) -> Callable[[Callable[..., Found
 
 
 def one_line(error: object) -> str:
-    """At most 400 characters."""
+    """Returns the text in one line of at most 400 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 400 else text[:398] + " …"
 

@@ -58,7 +58,7 @@ class Cards:
         return choose(self.config, Part.of(self.config, self.ranks), self.length, self.total, utilisation, **how)
 
     def settings(self, packed: bool = False) -> str:
-        """For cards that are nearly full: the settings that fit, and the tokens that each leaves. Empty: none fits."""
+        """Returns the settings that fit nearly full cards, and the tokens that each leaves. Empty: none fits."""
 
         def tokens(cards: Cards, utilisation: float) -> int:
             choice = cards.choice(utilisation)

@@ -81,8 +81,8 @@ def limit_threads(config: GptOssConfig, device: torch.device) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Of torch's inside, for work on small tensors: on a busy machine several threads wait for each other, spinning, in
-    each operation, and a minute's work of one took two ten minutes."""
+    """Sets one thread inside torch, for work on small tensors: on a busy machine several threads wait for each other,
+    spinning, in each operation, and a minute's work of one took two ten minutes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

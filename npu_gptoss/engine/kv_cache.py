@@ -67,7 +67,7 @@ def allocate_kv_caches(
 def default_num_blocks(
     config: GptOssConfig, block_size: int, dtype: torch.dtype, device: torch.device, max_batch_size: int
 ) -> int:
-    """As many blocks as fit the memory set aside for the cache, and no more than a full batch could ever use."""
+    """Returns the blocks that fit the memory set aside for the cache, and no more than a full batch could ever use."""
     elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     bytes_per_block = elements * block_size * dtype.itemsize
     if device.type == "cpu":

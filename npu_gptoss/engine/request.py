@@ -13,7 +13,7 @@ from npu_gptoss.model.config_fields import is_int
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is continued. temperature 0 is greedy; then top_p, top_k and seed have no effect.
+    """The choice of one request's tokens. temperature 0 is greedy; then top_p, top_k and seed have no effect.
 
     max_tokens: tokens to generate at most. top_k: 0 means all. seed: the same seed gives the same tokens in any
     batch; None draws a fresh one. logprobs: None, or how many of the most likely tokens to report with each

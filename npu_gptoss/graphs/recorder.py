@@ -76,7 +76,7 @@ class Recorder:
         return Recorded(graph, result)
 
     def _leave_capture(self, stream: Any) -> None:
-        """After a capture that broke off torch stays on its stream, and its generator refuses every random number."""
+        """Ends a capture that broke off: torch stays on its stream, and its generator refuses every random number."""
         self._module.set_stream(stream)
         if self.device.type == "cuda":
             ours = self._module.default_generators[self._module.current_device()]

@@ -43,7 +43,7 @@ class DecodeState:
     def allocate(
         cls, capacity: int, blocks: int, block_size: int, spare_slot: int, device: torch.device
     ) -> DecodeState:
-        """Of padding rows only."""
+        """Allocates a state of padding rows only."""
         cursor = torch.zeros(2, capacity, dtype=torch.int64, device=device)
         cursor[1] = NOBODY
         return cls(

@@ -113,7 +113,7 @@ def changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def encoded(value: Any) -> Any:
-    """In types that torch.load takes without running code: tensors on the CPU, dataclasses as dicts."""
+    """Returns it in types that torch.load takes without running code: tensors on the CPU, dataclasses as dicts."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if dataclasses.is_dataclass(value):

@@ -124,7 +124,7 @@ HOPPER = Capability.of("cuda", features=("triton",), archs=((9, 0),), releases={
 
 
 def _file_of(module: str) -> Path | None:
-    """What its import would run; None: not installed. Read instead: listing kernels must not wait for an import."""
+    """Returns the file that its import would run, to be read instead: an import takes long. None: not installed."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # a half-installed parent package
@@ -133,7 +133,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _operators(torch_npu: Path) -> frozenset[str]:
-    """Of OPERATORS, those that torch_npu lists."""
+    """Returns those of OPERATORS that torch_npu lists."""
     listed = torch_npu.parent / LISTED
     text = listed.read_text(encoding="utf-8") if listed.is_file() else ""
     return frozenset(name for name in OPERATORS if f'"{name}"' in text)

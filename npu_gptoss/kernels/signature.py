@@ -39,7 +39,7 @@ def expect(name: str, tensor: torch.Tensor | None, *shape: int | str, dtype: tor
 
 @dataclass(frozen=True)
 class Signature:
-    """Of one call: (role, dtype name) pairs, sorted by role."""
+    """The dtypes of one call: (role, dtype name) pairs, sorted by role."""
 
     roles: tuple[tuple[str, str], ...]
 

@@ -11,7 +11,7 @@ PROGRAMS_WITHOUT_A_CARD = 3  # so that each goes round more than once
 
 @functools.cache
 def vector_cores(device: torch.device) -> int:
-    """Of the card: the fixed grid, whatever a step touches."""
+    """Returns the number of the card's vector cores: the fixed grid, whatever a step touches."""
     if device.type != "npu":
         return PROGRAMS_WITHOUT_A_CARD
     from triton.runtime import driver

@@ -47,7 +47,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, wa
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Before anything is read that another kernel of the step wrote, and before anything is written."""
+    """Waits for the kernels before; called before reading what they wrote, and before the first write."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 

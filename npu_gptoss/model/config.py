@@ -274,7 +274,7 @@ def units_around(rank: int, width: int, unit: int = MXFP4_GROUP) -> tuple[int, i
 
 
 def packed_columns(rank: int, width: int) -> int:
-    """Of each expert where rank `rank` keeps its `width` columns in MXFP4: the whole groups around them."""
+    """Returns each expert's columns that rank `rank` keeps in MXFP4: the whole groups around its `width` own ones."""
     first, end = units_around(rank, width)
     return (end - first) * MXFP4_GROUP
 

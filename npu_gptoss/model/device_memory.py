@@ -53,7 +53,7 @@ class Part:
         return cls(ranks, ranks, config.num_local_experts, config.num_hidden_layers)
 
     def columns(self, config: GptOssConfig, packed: bool = False) -> int:
-        """Of each expert's middle; packed: on the rank that has most of them."""
+        """Returns the columns of each expert's middle; packed: on the rank that has most of them."""
         width = config.intermediate_size // self.parts
         return max(packed_columns(rank, width) for rank in range(self.parts)) if packed else width
 
@@ -64,8 +64,8 @@ def room_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
 
 
 def weight_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
-    """Of one rank, in BF16; packed: the experts' matrices in MXFP4. What every rank holds whole (norms, router, some
-    biases) is not divided."""
+    """Returns the bytes of one rank, in BF16; packed: the experts' matrices in MXFP4. What every rank holds whole
+    (norms, router, some biases) is not divided."""
     hidden, inner = config.hidden_size, part.columns(config, packed)
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     own_query, own_key = query // part.ranks, key // min(part.ranks, config.num_key_value_heads)
@@ -80,7 +80,7 @@ def weight_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
 
 
 def kv_bytes_per_token(config: GptOssConfig, part: Part) -> int:
-    """Of one rank whose layers all keep it."""
+    """Returns the bytes of one rank whose layers all keep it."""
     heads = -(-config.num_key_value_heads // part.ranks)
     return part.layers * 2 * heads * config.head_dim * BF16
 
@@ -240,8 +240,8 @@ def choose(
     objection: str = "",
     wish: str = AUTO,
 ) -> Choice:
-    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes. in_flight: as of
-    `kv_bytes`."""
+    """Chooses a server's settings on Ascend, for requests of up to `length` tokens on a device of `total` bytes.
+    in_flight: as of `kv_bytes`."""
     expanded = fit(config, part, length, total, utilisation, hccl=hccl, in_flight=in_flight)
     packed = fit(config, part, length, total, utilisation, packed=True, room=True, hccl=hccl, in_flight=in_flight)
     return Choice(wish, expanded, packed, objection)

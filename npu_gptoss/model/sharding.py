@@ -126,13 +126,13 @@ class Shard:
         return tensor.narrow(axis, first, end - first).clone(memory_format=torch.contiguous_format)
 
     def trim(self, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
-        """Of a down_proj [experts, in, out] that was cut packed and expanded: the `width` inputs of this rank."""
+        """Returns this rank's `width` inputs of a down_proj [experts, in, out] that was cut packed and expanded."""
         if not name.endswith("experts.down_proj") or tensor.shape[1] == width:
             return tensor
         return tensor.narrow(1, self.rank * width % GROUP, width)
 
     def own_pairs(self, name: str, parameter: torch.Tensor, width: int) -> torch.Tensor:
-        """Of a parameter that has the whole groups around the `width` columns of this rank: the view that is its own.
+        """Returns a view of this rank's own `width` columns, of a parameter that has the whole groups around them.
 
         That is all but of a packed gate_up and its bias, [experts, 2 * columns of whole groups, ...]. With zeros
         outside of the view the activation is (0 + 1) * 0 * sigmoid(0) = 0 there, and what down has of another rank's

@@ -265,7 +265,7 @@ class GptOss:
 
     @property
     def token_rows(self) -> int:
-        """For up to so many rows `token` is faster than `head`: where a kernel reads a shortlist, and no rank has only
+        """The most rows for which `token` is faster than `head`: where a kernel reads a shortlist, and no rank has only
         a part of the vocabulary."""
         most, kernel = self._token.ranges[0]
         return most if self.ranks is None and kernel.kernel.solution == "shortlist" else 0

@@ -25,7 +25,7 @@ HEAD_ROWS = 256  # of logits at once: 100 MB. For more rows they are cuBLAS's, w
 
 @dataclass(frozen=True)
 class Reach:
-    """What the steps to come may be: rows of one step, rows of it that decode, keys of a request.
+    """The largest step to come: rows of one step, rows of it that decode, keys of a request.
 
     graph_rows: steps up to so many rows are in graphs, but for attention.
     """
@@ -37,7 +37,7 @@ class Reach:
 
 
 def sizes(most: int, ends: Sequence[int] = ()) -> list[int]:
-    """From 1 to `most`, at either side of each size at which a program may change. ends: of ranges of the registry."""
+    """Returns sizes up to `most`, on either side of where a program may change. ends: of ranges of the registry."""
     powers = [1 << power for power in range(most.bit_length())]
     edges = {*powers, *(3 * power for power in powers), *ends, most - 1}
     return sorted({size for edge in edges for size in (edge, edge + 1) if 1 <= size <= most})
@@ -88,7 +88,7 @@ def launch_programs(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> N
 
 
 def _layers(model: GptOss) -> int:
-    """So many of the first layers have among them each kind, and one that is not the first of all."""
+    """Returns how many of the first layers have among them each kind, and one that is not the first of all."""
     windows = [layer.attention.window for layer in model.layers]
     return min(max(2, *(windows.index(window) + 1 for window in windows)), len(windows))
 

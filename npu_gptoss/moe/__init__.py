@@ -55,12 +55,12 @@ class PreparedExperts:
 
     @property
     def kernel(self) -> SelectedKernel:
-        """Of the largest batches."""
+        """The kernel of the largest batches."""
         return self.bound.ranges[-1][1]
 
     @property
     def weights(self) -> Any:
-        """In the layout of `kernel`."""
+        """The weights in the layout of `kernel`."""
         return self.layouts[self.kernel.kernel.prepare]
 
 
@@ -124,7 +124,7 @@ def rewrite_experts(prepared: PreparedExperts, name: str, weights: AnyExperts) -
 
 
 def rewrite_bias(prepared: PreparedExperts, name: str, bias: torch.Tensor) -> None:
-    """As `rewrite_experts`, for a projection's bias [experts, rows]."""
+    """Does as `rewrite_experts`, for a projection's bias [experts, rows]."""
     for layout in _own_layouts(prepared):
         if isinstance(layout, TiledExperts):
             fill_bias(layout.matrix(name), bias, name)

@@ -44,7 +44,7 @@ def expert_mlp(
     topk_ids: torch.Tensor,
     adapters: ExpertAdapters,
 ) -> torch.Tensor:
-    """As `moe.expert_mlp`, by the Triton kernels. Raises InputError for experts in another layout."""
+    """Computes `moe.expert_mlp` by the Triton kernels. Raises InputError for experts in another layout."""
     if not isinstance(prepared.weights, TiledExperts):
         raise InputError(
             f"adapters of experts need the Triton kernels, got {prepared.kernel.name}: "

@@ -139,7 +139,7 @@ _rooms: dict[tuple[tuple[int, int, int], torch.device], torch.Tensor] = {}
 
 
 def room(packed: PackedMatrix) -> torch.Tensor:
-    """For the experts of one layer, expanded; layers follow each other on one stream, so all share it."""
+    """Returns memory for one layer's experts, expanded; layers follow each other on one stream, so all share it."""
     key = packed.shape, packed.words.device
     if key not in _rooms:
         _rooms[key] = torch.zeros(packed.shape, dtype=torch.bfloat16, device=packed.words.device)
@@ -161,7 +161,7 @@ def touched(group_list: torch.Tensor, group_list_type: int) -> torch.Tensor:
 
 
 def has_clipped_swiglu() -> bool:
-    """From CANN 8.5 on. Wheels from torch-npu 2.7.1.post2 on have the name on 8.3 as well, with no kernel behind it."""
+    """Tells whether CANN has it: from 8.5 on. torch-npu since 2.7.1.post2 has the name on 8.3 too, but no kernel."""
     import torch_npu
 
     in_use = cann.series(torch_npu.npu.utils.get_cann_version() or "") or (0, 0)

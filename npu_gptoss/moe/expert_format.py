@@ -103,7 +103,7 @@ def _nz_is_faster(weight: torch.Tensor, bias: torch.Tensor) -> bool:
 
 
 def _seconds(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> float:
-    """Of one product, the median of REPEATS after a first."""
+    """Times one product: the median of REPEATS after a first."""
     found = []
     for _ in range(REPEATS + 1):
         torch.npu.synchronize()

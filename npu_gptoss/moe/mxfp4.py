@@ -62,7 +62,7 @@ def expand(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torc
 
 
 def expand_transposed(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """As `expand`, from `[experts, rows, groups, 16]` to the official BF16 layout `[experts, groups * 32, rows]`.
+    """Does as `expand`, from `[experts, rows, groups, 16]` to the official BF16 layout `[experts, groups * 32, rows]`.
 
     One expert at a time, so that the peak is the result and one expert.
     """

@@ -70,7 +70,7 @@ class PackedMatrix:
 
 
 def rows_of(columns: int) -> int:
-    """Of a quarter of a tile. More than 8 would be aligned for some widths only that no cut of gpt-oss has."""
+    """Returns a quarter of a tile's rows. More than 8 would be aligned only for widths that no cut of gpt-oss has."""
     return min(ALIGNED // math.gcd(ALIGNED, 2 * columns), MOST_ROWS)
 
 

@@ -56,7 +56,7 @@ def expand_kernel(
 
 
 def expand(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor) -> None:
-    """As `npu_gptoss.moe.packed.expand`."""
+    """Does as `npu_gptoss.moe.packed.expand`."""
     _, tiles, rows, columns = packed.words.shape
     expand_kernel[(vector_cores(out.device),)](
         packed.words, packed.scales, experts, out.view(torch.int16), experts.shape[0], tiles, ROWS=rows, COLUMNS=columns

@@ -32,7 +32,7 @@ def _check_pairs(name: str, gate_up: torch.Tensor, layout: str, pairs: int) -> N
 
 
 class _Experts:
-    """What the three have in common: biases in the dtype of the activations, and the map of expert parallelism."""
+    """The base of the three formats: biases in the dtype of the activations, and the map of expert parallelism."""
 
     gate_up_proj_bias: torch.Tensor
     down_proj_bias: torch.Tensor
@@ -52,7 +52,7 @@ class _Experts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations: that of the biases, which stay floats in every format."""
+        """The dtype of the activations: that of the biases, which stay floats in every format."""
         return self.gate_up_proj_bias.dtype
 
     @property
@@ -116,7 +116,7 @@ class ExpertWeights(_Experts):
 
     @property
     def format(self) -> str:
-        """What kernels ask for in their `weight` role."""
+        """The name that kernels ask for in their `weight` role."""
         return dtype_name(self.gate_up_proj.dtype)
 
     def rows(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:

@@ -41,7 +41,7 @@ LARGEST, NOISE, SHARE_OF_CONTEXT = 0.25, 3.0, 0.5
 
 @dataclass
 class Watch:
-    """What a release's `watching` shares with the canary: in, to run without a graph; out, how the step ran.
+    """The state that a release's `watching` shares with the canary: in, to run without a graph; out, how the step ran.
 
     hidden: only where the runner does not keep it. behind: vLLM's result of the last step, for which nobody has waited.
     """
@@ -99,7 +99,7 @@ class Canary:
         self.prompts = self._make_prompts()
 
     def _make_prompts(self) -> list[Prompt]:
-        """As many as a full step has, if the cache has blocks for them; the first has room for a chunk of any size."""
+        """Makes a full step's prompts, if the cache has blocks for them; the first has room for a chunk of any size."""
         scheduler, longest = self.config.scheduler_config, self.config.model_config.max_model_len
         cache, groups = self.runner.kv_cache_config, self.runner.kv_cache_config.kv_cache_groups
         largest = max((size for sizes in self.release.captured(self.runner).values() for size in sizes), default=0)
@@ -225,7 +225,7 @@ class Canary:
         return limit
 
     def _noise(self, batch: Batch, other: Batch, want: dict[int, torch.Tensor | None]) -> float:
-        """How far the batch alone moves logits: of requests that both eager steps have, with as many rows."""
+        """Measures how far the batch alone moves logits: of requests that both eager steps have, with as many rows."""
         one, two = want[id(batch)], want[id(other)]
         rows = [(batch.index(each), other.index(each)) for each in batch if each in other]
         if one is None or two is None or not rows:

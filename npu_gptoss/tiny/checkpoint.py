@@ -58,7 +58,7 @@ class TrainedState:
 
     @property
     def parameters(self) -> Tensors:
-        """In the BF16 layout, float32: the same function."""
+        """Returns the parameters in the BF16 layout as float32: the same function."""
         return {name: tensor.float() for name, tensor in expand_stream(self.tensors.items(), torch.float32)}
 
 

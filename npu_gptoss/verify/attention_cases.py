@@ -37,7 +37,7 @@ LARGE_STEPS: dict[str, list[tuple[int, int]]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the heads and the cache."""
+    """The sizes of heads and cache."""
 
     heads: int = 8
     kv_heads: int = 2
@@ -73,7 +73,7 @@ class Step:
         return paged_attention(**self.inputs(sliding_window), out=out, kernel=kernel)
 
     def written(self, device: torch.device, kernel: str | None = None) -> Step:
-        """On the device, the keys and values of the step's own rows not copied but written by `write_kv_cache`."""
+        """Returns the inputs on the device; `write_kv_cache` has written the keys and values of the step's own rows."""
         there, slots = self.to(device), self.metadata.slot_mapping
         new = [cache.flatten(0, 1)[slots].to(device) for cache in (self.key_cache, self.value_cache)]
         caches = [cache.clone() for cache in (there.key_cache, there.value_cache)]
@@ -90,7 +90,7 @@ class Step:
 
 
 def one_key_each(slots: torch.Tensor) -> AttentionMetadata:
-    """Of a step in which each request has one row and one key, which is stored at its slot."""
+    """Makes the metadata of a step in which each request has one row and one key, which is stored at its slot."""
     rows = len(slots)
     table = torch.zeros(rows, 1, dtype=torch.int32, device=slots.device)
     return AttentionMetadata(tuple(range(rows + 1)), (1,) * rows, table, slots)

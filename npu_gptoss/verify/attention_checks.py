@@ -143,7 +143,7 @@ def run_write(inputs: Inputs, kernel: str | None) -> Outputs:
 
 
 def define_write(inputs: Inputs) -> Outputs:
-    """In the dtypes of the call: a value is moved, and at most rounded to the cache's dtype."""
+    """Defines the write in the dtypes of the call: a value is moved, and at most rounded to the cache's dtype."""
     caches = {name: inputs[name].clone() for name in ("key_cache", "value_cache")}
     return run_write({**inputs, **caches}, f"{WRITE_KV.name}.reference")
 

@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def error(self) -> float:
-        """Of the worst element, in units of the tolerance."""
+        """The error of the worst element, in units of the tolerance."""
         return inf if self.objection else self.worst[0].error if self.worst else 0.0
 
     def lines(self) -> list[str]:

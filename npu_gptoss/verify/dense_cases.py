@@ -87,7 +87,7 @@ class DenseInputs:
         }
 
     def rotate_write(self) -> dict[str, Any]:
-        """As `qkv`, with slots of -1, as in a graph's padding, and one of 0."""
+        """Makes inputs as `qkv` does, with slots of -1, as in a graph's padding, and one of 0."""
         made = self._turned()
         slots = made["metadata"].slot_mapping
         slots[:1] = 0

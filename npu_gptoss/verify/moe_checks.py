@@ -78,7 +78,7 @@ def run_experts(inputs: Inputs, kernel: str | None) -> Outputs:
 
 
 def route_calls(spec: CallSpec) -> Iterator[Call]:
-    """From one to many tokens, 32 and 128 experts, as many experts as are chosen; then random ones."""
+    """Yields calls of one to many tokens, 32 and 128 experts, as many experts as are chosen; then random ones."""
     dtype = getattr(torch, spec.roles["logits"])
     shapes = [(1, 8, 4), (3, 5, 4), (7, 4, 4), (300, 32, 4), (17, 128, 4), (5, 8, 1)] if spec.thorough else []
     named = [(f"{t} tokens, {k} of {e} experts", t, e, k, 1.0) for t, e, k in shapes]
@@ -144,7 +144,7 @@ def run_expand(inputs: Inputs, kernel: str | None) -> Outputs:
 
 
 def define_expand(inputs: Inputs) -> Outputs:
-    """From the checkpoint's own layout, independent of the packing and the order of its codes."""
+    """Expands from the checkpoint's own layout, independent of the packing and the order of its codes."""
     whole = mxfp4.expand_transposed(inputs["blocks"], inputs["scales"])
     if inputs["halves"]:
         whole = torch.cat((whole[..., 0::2], whole[..., 1::2]), -1)

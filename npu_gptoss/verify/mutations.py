@@ -59,7 +59,7 @@ def of_inputs(name: str, *checks: str, **changes: Callable[[Inputs], Any]) -> Mu
 
 
 def of_each(name: str, *checks: str, **changes: Callable[[Any], Any]) -> Mutation:
-    """As `of_inputs`, each a function of the input itself; a call without it cannot show the mistake."""
+    """Does as `of_inputs`, each change a function of the input itself; a call without it cannot show the mistake."""
 
     def changed(key: str, inputs: Inputs) -> Any:
         return None if inputs[key] is None else changes[key](inputs[key])
@@ -189,7 +189,7 @@ def _of_weights(name: str, **changes: Callable[[Tensor], Tensor | None]) -> Muta
 
 
 def _columns(change: Callable[[Tensor], Tensor]) -> Callable[[AnyExperts], AnyExperts]:
-    """On gate_up's outputs and bias: columns in floats, rows in the packed formats."""
+    """Changes gate_up's outputs and bias: columns in floats, rows in the packed formats."""
 
     def changed(weights: AnyExperts) -> AnyExperts:
         floats = isinstance(weights, ExpertWeights)
@@ -249,7 +249,7 @@ def _scale_off(weights: AnyExperts) -> AnyExperts | None:
 
 
 def _where_several(change: Callable[[Outputs], Outputs]) -> Callable[[Inputs, Outputs], Outputs | None]:
-    """For calls that choose more than one expert."""
+    """Restricts a change to calls that choose more than one expert."""
     return lambda inputs, right: change(right) if inputs["top_k"] > 1 else None
 
 
@@ -312,7 +312,7 @@ def _padding_stored(inputs: Inputs) -> AttentionMetadata | None:
 
 
 def _values_turned(inputs: Inputs, definition: Definition) -> Outputs:
-    """As if the values stood where the keys are."""
+    """Turns the values, as if they stood where the keys are."""
     width = inputs["key_cache"].shape[2] * inputs["key_cache"].shape[3]
     qkv = torch.cat((inputs["qkv"][:, : -2 * width], inputs["qkv"][:, -width:].repeat(1, 2)), 1)
     return {**definition(inputs), "value_cache": definition({**inputs, "qkv": qkv})["key_cache"]}

@@ -46,7 +46,7 @@ class Target:
 
     @property
     def self_test(self) -> str:
-        """Its name in SELF_TESTS; empty for a kernel or a function."""
+        """The name in SELF_TESTS; empty for a kernel or a function."""
         return self.name.removeprefix(SELF_TEST) if self.name.startswith(SELF_TEST) else ""
 
 
@@ -179,7 +179,7 @@ def verify_spec(
 
 
 def _named(result: Result) -> Result:
-    """With its suspect among the lines."""
+    """Returns a wrong result with its suspect among the lines."""
     if result.wrong and result.suspect:
         return replace(result, lines=(*result.lines, f"suspect: {result.suspect}"))
     return result
@@ -253,7 +253,7 @@ def _mutations(
 def reports(
     found: Sequence[Target], device: torch.device, jobs: int, *, seed: int, cases: int, **options: Any
 ) -> Iterator[Report]:
-    """In the order of the targets. options: of `verify_spec`."""
+    """Yields reports in the order of the targets. options: of `verify_spec`."""
     if jobs == 1:
         yield from (verify(target, device, seed=seed, cases=cases, **options) for target in found)
         return

@@ -78,7 +78,7 @@ def _last_attempt(said: str) -> str:
 
 
 def _elements(dims: str) -> int:
-    """Of "2x5760x"."""
+    """Returns the elements of "2x5760x"."""
     return math.prod(int(dim) for dim in dims.split("x") if dim)
 
 

@@ -44,8 +44,8 @@ def unit_fields(
     unit, requests, tiles, total, KV_HEADS: gl.constexpr, BEFORE: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Of a tile and a key head: head, first row of the prompt, its rows, the tile's first row in it, the position of
-    the prompt's row 0 counted from the first key read, the place of that key, key tiles, masked ones from the last on.
+    """Returns for a tile and a key head: head, first row of the prompt, its rows, the tile's first row in it, the
+    position of the prompt's row 0 counted from the first key read, that key's place, key tiles, masked ones at the end.
     """
     entry = tiles + unit // KV_HEADS * 2
     head = unit % KV_HEADS

@@ -38,7 +38,7 @@ class Tiling:
     hopper: bool = False
 
     def positions(self, group: int) -> int:
-        """Of a tile, with `group` query heads (a power of two) to a key head."""
+        """Returns the positions of a tile, with `group` query heads (a power of two) to a key head."""
         return max(self.rows // group, 1)
 
 
@@ -48,7 +48,7 @@ HOPPER = Tiling(rows=192, keys=128, warps=4, stages=2, hopper=True)
 
 
 def tiling_for(dtype: torch.dtype, sliding_window: int | None) -> Tiling:
-    """Of the Triton kernel."""
+    """Returns the tiling of the Triton kernel."""
     if dtype == torch.float32:
         return WIDE
     return tile(f"attention.prefill.{'full' if sliding_window is None else 'window'}", Tiling)

@@ -78,7 +78,7 @@ class Call:
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
-        """Of rows and heads, of the query and of the result."""
+        """Strides of rows and heads: the query's, then the result's."""
         return (*self.query.stride()[:2], *self.out.stride()[:2])
 
 

@@ -211,7 +211,7 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
 
 
 def arrivals(count: int, device: torch.device) -> torch.Tensor:
-    """At least `count` zeroed counters that every launch leaves at zero; kept for good: graphs hold their address."""
+    """Returns at least `count` counters. Every launch leaves them at zero; kept for good: graphs hold their address."""
     return _zeros(max(1024, triton.next_power_of_2(count)), device)
 
 

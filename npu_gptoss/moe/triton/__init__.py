@@ -24,8 +24,8 @@ STAGED = Range(most=112 * 1024 // (2 * MOST_SLOTS))
 
 
 def _whole_steps(least: int) -> Where:
-    """For `many_hopper`: more than one step of inputs and more than one of the layout's tallest tiles (loops of one are
-    folded, and Triton 3.6 does not compile what is left)."""
+    """Makes the condition of `many_hopper`: more than one step of inputs and more than one of the layout's tallest
+    tiles (loops of one are folded, and Triton 3.6 does not compile what is left)."""
     return Where(f"a multiple of {INPUTS} above {least}", lambda size: size > least and size % INPUTS == 0)
 
 

@@ -145,8 +145,8 @@ def multiply(words, fields, x_groups, step, sums, SLOTS: gl.constexpr, BM: gl.co
 
 @gluon.jit
 def load_chunk(x, lists, expert, slots, begin, count, AT: gl.constexpr, PER_ROW: gl.constexpr, K: gl.constexpr):
-    """Of two of the expert's slots the inputs of chunk AT -> [groups, 2, 32]; zeros where there is none, and beyond the
-    end."""
+    """Loads the inputs of chunk AT of two of the expert's slots -> [groups, 2, 32]; zeros where there is none, and
+    beyond the end."""
     EACH: gl.constexpr = staging_layout(gl.num_warps(), CHUNK)
     n = begin + gl.expand_dims(gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, EACH))), 0), 2)
     slot = gl.load(lists + expert * slots + n, mask=n < count, other=0)

@@ -181,7 +181,7 @@ def triton_many(adapters: ExpertAdapters | None = None, **arguments: Any) -> tor
 
 
 def _most_tiles(call: Call, columns: int) -> int:
-    """Of all experts' groups together: full ones, and one of each expert that is not."""
+    """Bounds the tiles of all experts' groups: full ones, and one of each expert that is not."""
     return call.slots // columns + min(call.experts.num_experts, call.slots)
 
 

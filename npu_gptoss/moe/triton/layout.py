@@ -67,7 +67,7 @@ class TiledExperts:
     num_experts: int
 
     def matrix(self, name: str) -> TiledMatrix:
-        """By the official name: gate_up_proj or down_proj."""
+        """Returns a projection by its official name: gate_up_proj or down_proj."""
         return self.gate_up if name == "gate_up_proj" else self.down
 
 

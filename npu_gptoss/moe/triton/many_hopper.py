@@ -43,7 +43,7 @@ def _add(a, b):
 
 @gluon.jit
 def _groups(ends, BE: gl.constexpr, COLUMNS: gl.constexpr):
-    """Where each group begins and ends, and the number of the first tile of the next group, [BE] each."""
+    """Returns where each group begins and ends, and the number of the first tile of the next group, [BE] each."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     e = gl.arange(0, BE, LINE)
     end = gl.load(ends + e)
@@ -53,7 +53,7 @@ def _groups(ends, BE: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _tile(ends, number, BE: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of the tile of that number in all groups: expert, its first place in the order, the group's end."""
+    """Returns of the tile of that number in all groups: expert, its first place in the order, the group's end."""
     e, start, end, last = _groups(ends, BE, COLUMNS)
     expert = gl.sum((last <= number).to(gl.int32), 0)
     own = e == expert

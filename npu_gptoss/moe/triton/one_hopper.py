@@ -58,7 +58,7 @@ lop3.b32 $3, t, 0x80C080C0, d, 0xEA;
 
 @gluon.constexpr_function
 def over_warps(base, warps):
-    """How a layout that puts 16 rows into a warp goes on over 1, 2 or 4 of them; base: a step of 16 rows."""
+    """Bases of a layout beyond a warp of 16 rows, over 1, 2 or 4 warps; base: a step of 16 rows."""
     return [[each * n for each in base] for n in (1, 2) if n < warps]
 
 
@@ -231,7 +231,7 @@ def products(word, scale, x, begin, WAIT: gl.constexpr, STEPS: gl.constexpr, DEE
 @gluon.jit
 def gate_up(x, topk_ids, expert_map, words, scales, bias, inner, limit, HAS_MAP: gl.constexpr, R: gl.constexpr,
             K: gl.constexpr, DEEP: gl.constexpr):
-    """As `few.gate_up`, of a single token; scales as bytes."""
+    """`few.gate_up` of a single token; scales as bytes."""
     WARPS: gl.constexpr = gl.num_warps()
     gdc_wait()
     gdc_launch_dependents()
@@ -254,7 +254,7 @@ def gate_up(x, topk_ids, expert_map, words, scales, bias, inner, limit, HAS_MAP:
 @gluon.jit
 def down(inner, topk_ids, expert_map, topk_weights, words, scales, bias, shares, HAS_MAP: gl.constexpr,
          R: gl.constexpr, K: gl.constexpr, SPLITS: gl.constexpr, DEEP: gl.constexpr):
-    """As `few.down`, of a single token; scales as bytes. Ids may be read before the wait for the reason given there."""
+    """`few.down` of a single token; scales as bytes. Ids may be read before the wait for the reason given there."""
     WARPS: gl.constexpr = gl.num_warps()
     STEPS: gl.constexpr = steps_of(K, SPLITS)
     first_row = gl.program_id(0) * (16 * WARPS)

@@ -19,7 +19,7 @@ def route(
     TOP_K: tl.constexpr, BK: tl.constexpr, EXPERTS: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of equal logits the expert with the lower number comes first. NaN: whatever comes out, ids stay within range.
+    """Top-k and softmax; of equal logits the lower number comes first. NaN: whatever comes out, ids stay in range.
 
     The weights are summed in the order of the logits, so that their bits do not depend on BT.
     """

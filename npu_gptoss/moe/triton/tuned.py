@@ -107,7 +107,7 @@ def gluon_tiles(slots: int, experts: int) -> GluonTiles:
 
 
 def tiles(weight_format: str, path: str, tokens: int) -> tuple[Tiles, Tiles]:
-    """Of gate_up and of down, for a path ("few" or "many") and a number of tokens."""
+    """Returns the tiles of gate_up and of down, for a path ("few" or "many") and a number of tokens."""
     most = next(most for name, most in POINTS[weight_format] if name == path and tokens <= most)
     name = f"moe.{weight_format}.{path}.{'more' if most == UNBOUNDED else most}"
     return tile(f"{name}.gate_up", Tiles), tile(f"{name}.down", Tiles)

@@ -126,7 +126,7 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         value_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """As in `SinkAttentionImpl`; where this layer rotates, the three are parts of one tensor before RoPE."""
+        """Does as `SinkAttentionImpl`; where this layer rotates, the three are parts of one tensor before RoPE."""
         if not self.rotates:
             return super().store(query, key, value, key_cache, value_cache, metadata)
         return rotate_write(

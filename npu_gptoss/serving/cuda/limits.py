@@ -78,7 +78,7 @@ def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
 
 
 def batch_invariant() -> bool:
-    """Whether the user wants each request's bits to be those that it has alone, as vLLM reads its variable."""
+    """Tells whether the user wants each request's bits to be those that it has alone, as vLLM reads its variable."""
     return bool(int(os.environ.get(INVARIANT) or 0))
 
 

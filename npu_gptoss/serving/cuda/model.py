@@ -183,7 +183,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3, SupportsLoRA):
         )
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """What no checkpoint holds: vLLM keeps it over a sleep at level 2."""
+        """Yields the tensors that no checkpoint holds: vLLM keeps them over a sleep at level 2."""
         yield from super().named_buffers(*args, **options)
         if hasattr(self, "gptoss"):
             yield "cos_sin", self.gptoss.cos_sin

@@ -67,7 +67,7 @@ class PlainSampler(Sampler):
         super().add_request(req_idx, sampling_params)
 
     def foresee(self, input_batch: Any) -> None:
-        """Before a step: tells the model whether tokens are taken without logits. No grammar may want to mask them."""
+        """Tells the model before a step whether tokens are taken without logits. No grammar may want to mask them."""
         self._model.tokens_only = (
             not input_batch.has_structured_output_reqs
             and self.is_plain(input_batch)

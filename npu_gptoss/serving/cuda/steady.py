@@ -153,11 +153,11 @@ class SteadySteps:
             used.zero_()
 
     def forget(self) -> None:
-        """Before a step of vLLM's."""
+        """Forgets the steady batch, before a step of vLLM's."""
         self._batch, self._entered = None, False
 
     def remember(self) -> None:
-        """After a step of vLLM's, before its tokens are sampled."""
+        """Remembers the batch of a step of vLLM's, before its tokens are sampled."""
         state = self.runner.execute_model_state
         if state is None:
             return

@@ -151,10 +151,8 @@ RELEASES = (
         python=("3.10", "3.11", "3.12"),
         python_on_ascend=("3.10", "3.11", "3.12"),
         image="9.1.0-910b-ubuntu22.04-py3.11",
-        driver=(
-            "26.0.rc1",
-            (25, 2),
-        ),  # CANN 9.1.0's table of drivers: 25.0 no; 25.2, 25.3, 25.5, 26.0.rc1 and 26.1.0 yes
+        # CANN 9.1.0's table of drivers: 25.0 no; 25.2, 25.3, 25.5, 26.0.rc1 and 26.1.0 yes
+        driver=("26.0.rc1", (25, 2)),
         asks_vllm="takes it for a later release and ends with an AttributeError at its start",
         window_groups=True,
     ),

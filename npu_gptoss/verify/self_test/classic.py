@@ -43,7 +43,7 @@ LAYERS: dict[str, tuple[int, int]] = {"bias": (8, 4), "activation": (1, 1)}
 
 
 def attention(name: str, rank: Rank) -> Iterator[Made]:
-    """For each call the inputs of the definition, and its run on the device, which writes its keys first."""
+    """Yields for each call the inputs of the definition, and its run on the device, which writes its keys first."""
     for requests, shape, window in STEPS[name]:
         step = make_step(requests, shape, torch.Generator().manual_seed(1), unused=UNUSED)
         if window:

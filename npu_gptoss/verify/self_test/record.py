@@ -46,7 +46,7 @@ class Seen:
 
 
 def file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of one machine and user."""
+    """Returns the record's file of one machine and user."""
     return cache_directory(environ) / FILE
 
 

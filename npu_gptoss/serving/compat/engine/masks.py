@@ -124,7 +124,7 @@ class Masked:
 
 
 class WithoutControl(Masked):
-    """How: the arguments of `Tokens.forbid_control`."""
+    """A mask without control characters; how: the arguments of `Tokens.forbid_control`."""
 
     def __init__(self, grammar: Any, tokens: Tokens, **how: bool) -> None:
         super().__init__(grammar, tokens)
@@ -136,7 +136,7 @@ class WithoutControl(Masked):
 
 
 class BoundedSpace(Masked):
-    """At most MOST tokens of white space in a row."""
+    """A mask that allows at most MOST tokens of white space in a row."""
 
     def __init__(self, grammar: Any, tokens: Tokens) -> None:
         super().__init__(grammar, tokens)

@@ -41,7 +41,7 @@ def install(module: ModuleType) -> None:
 
 
 def _takes(name: str) -> bool:
-    """Whether a file can be written; vLLM makes no folder."""
+    """Tells whether a file can be written; vLLM makes no folder."""
     path = Path(name)
     mode = mode_of(path)
     return not stat.S_ISDIR(mode) and os.access(path if mode else path.absolute().parent, os.W_OK)
