@@ -14,7 +14,14 @@ OLD = LINE == "0.11"
 ON_0_33 = (
     *("test_admission.py", "test_compat.py", "test_control_tokens.py", "test_forms.py", "test_grammars.py"),
     *("test_kernel_report.py", "test_row_widths.py", "test_scheduler.py", "test_structures.py"),
-    *("test_ends.py", "test_failed_steps.py", "test_heartbeat.py", "test_restart.py", "test_start_ends.py"),
+    *(
+        "test_ends.py",
+        "test_failed_steps.py",
+        "test_heartbeat.py",
+        "test_restart.py",
+        "test_start_ends.py",
+        "test_tls.py",
+    ),
     "test_ngrams.py",
 )
 # Under vllm-ascend, in the environment of the emulated 910B's second stack.
