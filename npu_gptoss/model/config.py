@@ -237,7 +237,12 @@ def config_file(directory: Path) -> Path:
         refuse_foreign(directory, error=ConfigError)
         if directory.exists():
             _refuse_directory(directory, "this is a file", f"give its folder, {directory.parent}")
-        _refuse_directory(directory, "there is no such directory")
+        from huggingface_hub.constants import HF_HUB_CACHE  # of tokenizers
+
+        snapshots = Path(HF_HUB_CACHE, "--".join(("models", *directory.parts)), "snapshots")
+        cached = next(iter(sorted(snapshots.glob(f"*/{CONFIG_NAME}"))), None)  # a model's name on the hub
+        remedies = [f"give its folder in the hub's cache, {cached.parent}"] if cached else []
+        _refuse_directory(directory, "there is no such directory", *remedies)
     if is_there(file, ConfigError):
         return file
     if is_there(directory / _ADAPTER, ConfigError):

@@ -47,3 +47,9 @@ def test_a_tokenizer_that_is_missing_or_cannot_be_read_is_a_failure(tmp_path):
 def test_a_folder_that_is_none_and_no_model_at_all(tmp_path):
     only(checkpoint(tmp_path / "gone"), "failed", "there is no such directory", "Give the path of a checkpoint")
     only(checkpoint(None), "not applicable", "--model")
+
+
+def test_name_on_the_hub_is_told_its_folder_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = make(tmp_path / "models--openai--gpt-oss-20b/snapshots/a1")
+    only(checkpoint(Path("openai/gpt-oss-20b")), "failed", "no such directory", f"cache, {folder}")
