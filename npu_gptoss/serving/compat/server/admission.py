@@ -227,7 +227,7 @@ def _build_app(original: Original, args: Namespace, *others: Any) -> Any:
 
     @app.exception_handler(HTTPException)  # of the router: vLLM handles FastAPI's
     async def unknown_route(request: Any, error: Any) -> Any:
-        route, allowed = route_path(request.scope), error.headers and error.headers.get("allow")
+        route, allowed = route_path(request.scope), error.headers and error.headers.get("Allow")
         why = {404: "this server has no such route", 405: f"this route takes {allowed}"}
         said = f"{request.method} {escaped(route, 200)}: {why.get(error.status_code, error.detail)}."
         refusal = Refusal(said, status=HTTPStatus(error.status_code))
