@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading, unread
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, member, reading
 from npu_gptoss.frontend.sample import Sample, new_id
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
 from npu_gptoss.frontend.structure import forced_structure, structure_of
@@ -27,7 +27,7 @@ from npu_gptoss.harmony.conversation import (
     chat_message,
     expected,
     fields_of,
-    mapping,
+    reasoning_of,
     sequence,
 )
 from npu_gptoss.harmony.parser import Kind
@@ -74,6 +74,7 @@ REFUSED = {
     "logits_processors": "fields by which vLLM samples: this server runs no code of a request",
     "truncation_side": "a conversation that fits: harmony's messages are not cut",
 }
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")  # the last has no effect
 BEAM_SEARCH = "use_beam_search"  # the engine's own server handles it
 
 
@@ -102,8 +103,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
     if not sequence(body.get("messages"), "messages"):
         raise expected("messages", "a list of at least one message", body.get("messages"))
     sequence(body.get("functions"), "functions")
-    reasons = mapping(body.get("reasoning"), "reasoning", "an object with an effort")  # OpenRouter's
-    warnings += unread(reasons, "reasoning", ("effort", "exclude"))
+    reasons = member(body, "reasoning", ("effort", "exclude"), warnings, "an object with an effort")  # OpenRouter's
     deprecated = body.get("functions") is not None and body.get("tools") is None
     given, choice, parallel = body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
     if deprecated:
@@ -120,7 +120,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
         turns += chat_message(f"messages[{number}]", _readable(message, f"messages[{number}]", warnings), names)
     if continued is not None and continued[0] == "final":
         turns += chat_message(f"messages[{len(messages) - 1}]", {**last, "content": None}, names)
-    options = body.get("stream_options") or {}
+    options = member(body, "stream_options", STREAM_OPTIONS, warnings)
     usage = bool(defaults.with_usage or options.get("include_usage"))
     asked = ask(
         body,
@@ -190,7 +190,7 @@ def _continued(body: Mapping[str, Any], messages: Sequence[Any]) -> tuple[str, s
             place,
         )
     content = as_text(last.get("content"), f"{place}.content")
-    reasoning = as_text(last.get("reasoning_content") or last.get("reasoning"), f"{place}.reasoning")
+    reasoning = reasoning_of(last, place)
     return ("analysis", reasoning) if reasoning and not content else ("final", content)
 
 

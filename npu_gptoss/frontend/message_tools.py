@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from npu_gptoss.frontend.message_blocks import TOOL_CHANGES
+from npu_gptoss.frontend.request import typed
 from npu_gptoss.frontend.tools import Tools, is_hosted, read_tools
 from npu_gptoss.harmony.conversation import expected, fields_of, sequence
 
@@ -32,7 +33,7 @@ def tools_of(body: Mapping[str, Any], warnings: list[str]) -> Tools:
     if kind not in CHOICES:
         raise expected("tool_choice.type", ", ".join(CHOICES), kind or choice)
     wanted = {"type": "function", "name": choice.get("name")} if kind == "tool" else CHOICES[kind]
-    return read_tools(functions, wanted, parallel=choice.get("disable_parallel_tool_use") is not True)
+    return read_tools(functions, wanted, parallel=not typed(choice, "tool_choice.").get("disable_parallel_tool_use"))
 
 
 def _function(tool: Any, place: str, warnings: list[str]) -> Any:

@@ -16,11 +16,11 @@ from npu_gptoss.frontend.engine import Piece, Step
 from npu_gptoss.frontend.message_blocks import conversation
 from npu_gptoss.frontend.message_output import Blocks, line_of
 from npu_gptoss.frontend.message_tools import tools_of
-from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading, unread
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, member, reading
 from npu_gptoss.frontend.sample import Facts, Sample
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
 from npu_gptoss.frontend.turn import Turn
-from npu_gptoss.harmony.conversation import expected, mapping, sequence
+from npu_gptoss.harmony.conversation import expected, sequence
 from npu_gptoss.harmony.encoding import ContextError
 
 Json = dict[str, Any]
@@ -130,8 +130,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
     with_reasoning = _with_reasoning(body.get("thinking"), warnings)
     efforts = EFFORTS | dict(defaults.efforts)
     defaults = replace(defaults, efforts=efforts, effort=defaults.effort if with_reasoning else THINKING_OFF)
-    config = mapping(body.get("output_config"), "output_config")
-    warnings += unread(config, "output_config", ("effort", "format"))
+    config = member(body, "output_config", ("effort", "format"), warnings)
     tools = tools_of(body, warnings)
     turns, continued = conversation(body, warnings)
     asked = ask(

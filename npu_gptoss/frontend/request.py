@@ -25,10 +25,12 @@ from npu_gptoss.harmony.conversation import (
 from npu_gptoss.harmony.encoding import ContextError, Encoder, check_length
 
 Json = dict[str, Any]
-# Fields of any API that are true or false, and whole numbers. Each may be a text, as in vLLM: "false", "2".
+# Fields of any API, and members of its objects, that are true or false, and whole numbers. Each may be a text, as in
+# vLLM: "false", "2".
 FLAGS = {
     *("stream", "background", "store", "parallel_tool_calls", "include_reasoning", "include_stop_str_in_output"),
     *("echo", "continue_final_message", "add_generation_prompt", "return_token_ids", "enable_response_messages"),
+    *("include_usage", "continuous_usage_stats", "exclude", "disable_parallel_tool_use"),
 }
 COUNTS = {"n", "min_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens"}
 _TYPES = ((FLAGS, TypeAdapter(bool), "true or false"), (COUNTS, TypeAdapter(int), "a whole number"))
@@ -179,25 +181,26 @@ def begin(
     return typed(body), warnings + [f"{name} is left out: {why}" for name, why in left_out.items() if body.get(name)]
 
 
-def typed(body: Mapping[str, Any]) -> Json:
-    """Returns the body with FLAGS and COUNTS in their types. Raises ConversationError for another value."""
+def typed(body: Mapping[str, Any], place: str = "") -> Json:
+    """Returns the body, or its object at `place`, with FLAGS and COUNTS in their types; refuses other values."""
     found = dict(body)
     for names, kind, wanted in _TYPES:
         for name in names.intersection(name for name, value in body.items() if value is not None):
             try:
                 found[name] = kind.validate_python(body[name])
             except ValidationError:
-                raise expected(name, wanted, body[name]) from None
+                raise expected(f"{place}{name}", wanted, body[name]) from None
     return found
 
 
-def unread(given: Mapping[str, Any], place: str, read: Container[str]) -> list[str]:
-    """Returns a warning for each member of the object at `place` that is not in `read`."""
-    return [
-        f"{place}.{name:.80} has no effect on gpt-oss"
-        for name, value in given.items()
-        if value is not None and name not in read
-    ]
+def member(
+    body: Mapping[str, Any], name: str, read: Container[str], warnings: list[str], what: str = "an object"
+) -> Json:
+    """Returns the object in a field, typed; {} for None. Adds a warning for each member that is not in `read`."""
+    given = typed(mapping(body.get(name), name, what), f"{name}.")
+    ignored = [key for key, value in given.items() if value is not None and key not in read]
+    warnings += [f"{name}.{key:.80} has no effect on gpt-oss" for key in ignored]
+    return given
 
 
 def ask(
@@ -213,7 +216,7 @@ def ask(
 
     efforts: path and word of each field that may name the effort. fields: of Asked. Adds to warnings.
     """
-    template = template_arguments(body.get("chat_template_kwargs"), warnings)
+    template = template_arguments(body, warnings)
     words = [*efforts, ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort"))]
     param, word = next((named for named in words if named[1] is not None), ("reasoning_effort", defaults.effort))
     structure: Structure = fields["structure"]
@@ -234,15 +237,13 @@ def ask(
     )
 
 
-def template_arguments(given: Any, warnings: list[str]) -> dict[str, Any]:
+def template_arguments(body: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
     """Returns the `chat_template_kwargs` that gpt-oss's published template reads, except builtin_tools."""
-    place = "chat_template_kwargs"
-    given = mapping(given, place)
+    place, known = "chat_template_kwargs", ("reasoning_effort", "model_identity")
+    given = member(body, place, (*known, "builtin_tools"), warnings)
     if given.get("builtin_tools"):
         path = f"{place}.builtin_tools"
         raise ConversationError(f"{path}: this server has no built-in tools; leave it out.", path)
     if not isinstance(identity := given.get("model_identity") or "", str):
         raise expected(f"{place}.model_identity", "a text", identity)
-    known = ("reasoning_effort", "model_identity")
-    warnings += unread(given, place, (*known, "builtin_tools"))
     return {name: given[name] for name in known if given.get(name) is not None}

@@ -19,7 +19,7 @@ from openai_harmony import HarmonyError, Message, Role
 
 from npu_gptoss.frontend import sample
 from npu_gptoss.frontend.engine import Piece, Step
-from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, reading, unread
+from npu_gptoss.frontend.request import Asked, Defaults, ask, begin, member, reading
 from npu_gptoss.frontend.response_items import Conversation, Item, read_input, tools_of, with_preambles
 from npu_gptoss.frontend.sample import Sample
 from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
@@ -98,8 +98,8 @@ def read(
     body = {name: value for name, value in body.items() if value is not None}
     body, warnings = begin(body, _KNOWN, REFUSED, LEFT_OUT)
     _check(body)
-    warnings += unread(body.get("reasoning", {}), "reasoning", ("effort",))
-    warnings += unread(body.get("text", {}), "text", ("format",))
+    reasons = member(body, "reasoning", ("effort",), warnings, "an object with an effort")
+    text = member(body, "text", ("format",), warnings, "an object with a format")
     parallel = body.get("parallel_tool_calls") is not False
     given = body.get("input", [])
     tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel, more=tools_of(given))
@@ -119,7 +119,7 @@ def read(
         defaults,
         warnings,
         efforts=[
-            ("reasoning.effort", body.get("reasoning", {}).get("effort")),
+            ("reasoning.effort", reasons.get("effort")),
             ("reasoning_effort", body.get("reasoning_effort")),
         ],
         turns=[*([developer_message(instructions)] if instructions else []), *history.turns],
@@ -127,9 +127,7 @@ def read(
         reading=reading(tools, body),
         structure=forced_structure(
             tools,
-            only_structure(
-                [structure_of_format(body.get("text", {}).get("format"), "text.format"), structure_of(body)]
-            ),
+            only_structure([structure_of_format(text.get("format"), "text.format"), structure_of(body)]),
         ),
         sampling=_sampling(body, include),
         truncates=body.get("truncation") == "auto",
@@ -152,8 +150,6 @@ def _check(body: Mapping[str, Any]) -> None:
     count = body.get("max_output_tokens", 1)
     checks = {
         "instructions": (isinstance(body.get("instructions", ""), str), "a text"),
-        "reasoning": (isinstance(body.get("reasoning", {}), Mapping), "an object with an effort"),
-        "text": (isinstance(body.get("text", {}), Mapping), "an object with a format"),
         "include": (isinstance(include, list) and all(isinstance(one, str) for one in include), "a list of texts"),
         "max_output_tokens": (count > 0, "a number of tokens from 1"),
         "truncation": (body.get("truncation", "auto") in ("auto", "disabled"), "auto or disabled"),

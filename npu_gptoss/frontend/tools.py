@@ -180,7 +180,8 @@ def read_tools(given: Any, choice: Any = None, *, parallel: bool = True, more: S
 def _read_tool(
     tool: Any, place: str, offered: list[Tool], warnings: list[str], namespace: str | None = None, about: str = ""
 ) -> None:
-    kind = tool.get("type", "function" if "name" in tool else None) if isinstance(tool, Mapping) else None
+    named = isinstance(tool, Mapping) and tool.keys() & {"name", "function"}
+    kind = fields_of(tool).get("type") or ("function" if named else None)
     if kind == "namespace" and namespace is None:
         name, inner = _name(tool, place), tool.get("tools")
         if not isinstance(inner, Sequence) or isinstance(inner, str):

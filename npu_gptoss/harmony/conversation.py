@@ -36,6 +36,8 @@ FUNCTIONS = "functions."
 # type of a content part -> its field that holds the text
 TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text")
 TEXT_PARTS |= {"refusal": "refusal"}
+# fields of an assistant's message with its reasoning: of vLLM, of gpt-oss's template, of OpenRouter, of LiteLLM
+REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
 
 
 class ConversationError(InputError):
@@ -209,7 +211,7 @@ def _assistant_messages(place: str, fields: Mapping[str, Any], names: Names) -> 
         if fields.get("audio"):
             raise expected(f"{place}.audio", "the spoken text in content", fields["audio"])
     thought, text = reasoning_and_text(content, f"{place}.content")
-    reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning"), f"{place}.reasoning") or thought
+    reasoning = reasoning_of(fields, place) or thought
     # the rendering leaves reasoning out once an answer has followed it
     turns = [said(reasoning, "analysis")] if reasoning else []
     calls = []
@@ -245,14 +247,20 @@ def custom_arguments(text: str) -> str:
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
+def reasoning_of(fields: Mapping[str, Any], place: str) -> str:
+    """The reasoning of an assistant's message by the field that has it; clients of other servers send back blocks."""
+    name = next(filter(fields.get, REASONING), REASONING[0])
+    return "\n".join(filter(None, reasoning_and_text(fields.get(name), f"{place}.{name}")))
+
+
 def reasoning_and_text(content: Any, place: str) -> tuple[str, str]:
-    """Parts of type `thinking` and `reasoning`, which clients of other servers send back, are the model's reasoning."""
+    """Parts like `thinking` and `reasoning.text`, which clients of other servers send back, are reasoning."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return "", as_text(content, place)
     thoughts, rest = [], []
     for part in content:
         fields = fields_of(part)
-        if fields.get("type") in ("thinking", "reasoning"):
+        if str(fields.get("type")).startswith(("thinking", "reasoning")):
             given = next(filter(None, map(fields.get, ("thinking", "text", "content", "summary"))), None)
             thoughts.append(as_text([given] if isinstance(given, Mapping) else given, place))
         elif fields.get("type") != "redacted_thinking":

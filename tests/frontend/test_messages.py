@@ -86,7 +86,7 @@ def test_a_line_end_in_a_json_string_breaks_the_call(answer, bite):
 
 def test_parallel_calls_come_although_they_are_disabled(answer):
     two = CALL.replace("<|call|>", "<|end|>") + NEXT + CALL
-    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    choice = {"type": "auto", "disable_parallel_tool_use": "true"}
     for bite in (None, 1):
         got = answer(two, bite, tools=[tool(WEATHER)], tool_choice=choice)
         assert [block["type"] for block in got["content"]] == ["tool_use"]

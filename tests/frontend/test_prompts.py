@@ -121,9 +121,16 @@ def test_calls_that_share_an_id_lose_their_results_to_the_last(prompt, order, na
         assert text.count(f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{written}") == 2
 
 
-@pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
-def test_a_call_or_its_reasoning_changes_in_the_prompt(prompt, reasoning):
-    messages = [user(), call(**{reasoning: "I need it."}), result()]
+THOUGHT = {
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "I need it."),
+    "reasoning_details": [{"type": "reasoning.text", "text": "I need it."}, {"type": "reasoning.encrypted"}],
+    "thinking_blocks": [{"type": "thinking", "thinking": "I need it."}, {"type": "redacted_thinking"}],  # LiteLLM's
+}
+
+
+@pytest.mark.parametrize("field", THOUGHT)
+def test_a_call_or_its_reasoning_changes_in_the_prompt(prompt, field):
+    messages = [user(), call(**{field: THOUGHT[field]}), result()]
     text = prompt(chat.read, messages=messages, tools=[{"type": "function", "function": NOW}])
     assert text == (
         SYSTEM.format(calls=CALLS) + f"<|start|>developer<|message|>{NOW_TOOL}<|end|>"

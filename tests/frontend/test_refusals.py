@@ -42,6 +42,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ({"messages": [answer(None, audio={"id": "a"})]}, "messages[0].audio"),
     ({"messages": [user()], "reasoning": "high"}, "reasoning"),
     ({"messages": [user()], "parallel_tool_calls": "perhaps"}, "parallel_tool_calls"),
+    ({"messages": [user()], "stream_options": {"include_usage": "perhaps"}}, "stream_options.include_usage"),
     ({"messages": [user()], "min_tokens": "few"}, "min_tokens"),
     ({"messages": [user()], "tools": [{"type": "spell", "name": "f"}]}, "tools[0].type"),
     ({"messages": [user()], "tools": {}}, "tools"),
@@ -123,9 +124,13 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], list[str]]] = {
             **{
                 "messages": [USER | {"name": "Ann"}],
                 "reasoning": {"effort": "low", "enabled": True, "max_tokens": None},
+                "stream_options": {"include_usage": True, "include_obfuscation": False, "include_cost": True},
             },
         },
-        ["thinking", "verbosity", "store", "reasoning.enabled", "function_call", "messages[0].name"],
+        [
+            *("thinking", "verbosity", "store", "reasoning.enabled", "function_call"),
+            *("messages[0].name", "stream_options.include_cost"),
+        ],
     ),
     "responses": (
         {
@@ -166,8 +171,11 @@ def test_field_is_ignored_in_silence(api):
 
 
 DEFAULTS = {
-    "chat": {"documents": [], "store": False, "verbosity": None, "reasoning": {"summary": None}},
-    "responses": {"conversation": None, "context_management": [], "text": {"verbosity": None}},
+    "chat": {
+        **{"documents": [], "store": False, "verbosity": None, "reasoning": {"summary": None}},
+        "tools": [{"type": None, "function": WEATHER}],
+    },
+    "responses": {"conversation": None, "context_management": [], "text": {"verbosity": None}, "tools": [WEATHER]},
     "messages": {"mcp_servers": [], "context_management": None, "output_config": {"task_budget": None}},
 }
 
@@ -188,5 +196,7 @@ def test_flag_or_number_that_is_a_text_is_misread(api):
         assert (rules.min_tokens, rules.parallel, rules.with_reasoning) == (3, False, False)
     if api == "chat":
         flags = {"continue_final_message": "false", "echo": "false", "add_generation_prompt": "true"}
+        flags |= {"stream_options": {"include_usage": "false"}, "reasoning": {"exclude": "false"}}
         asked = read({"messages": [USER, {"role": "assistant", "content": "x"}]} | flags)
-        assert (asked.asked.continued, asked.echo) == (None, "")
+        assert (asked.asked.continued, asked.echo, asked.usage) == (None, "", False)
+        assert asked.asked.reading.with_reasoning
