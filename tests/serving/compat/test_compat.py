@@ -225,7 +225,7 @@ def test_repair_names_are_unique_and_records_complete():
         assert set(patch.releases) <= {row.name for row in releases.RELEASES}
 
 
-WHO = re.compile(r"(vLLM|vllm-ascend|torch-npu|openai-harmony|openai/harmony)\b.* \S+")
+WHO = re.compile(r"(vLLM|vllm-ascend|torch-npu|openai-harmony|openai/harmony|uvicorn)\b.* \S+")
 
 
 def test_repair_outlives_its_until():

@@ -454,3 +454,14 @@ def test_path_that_the_server_lacks_is_answered_in_another_form(server: Server) 
             assert answer.json()["type"] == "error"
         else:
             assert (error["code"], error["param"]) == (status, None)
+
+
+def test_body_behind_an_offer_of_http_2_is_lost(server: Server) -> None:
+    """langchain4j issue 3682, spring-ai issue 3775: Java's client offers it in each request."""
+    raw = json.dumps({"model": NAME, "messages": [{"role": "user", "content": ANSWER}]}).encode()
+    with requests.Session() as client:
+        client.headers.update({"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAA"})
+        client.headers["Content-Type"] = "application/json"
+        for body in (raw, iter([raw[:9], raw[9:]]), raw):  # of a length, and in chunks
+            answer = client.post(f"{server.url}/v1/chat/completions", body, timeout=60)
+            assert (answer.status_code, len(answer.json()["choices"])) == (200, 1)

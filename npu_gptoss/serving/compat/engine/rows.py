@@ -84,7 +84,7 @@ def install_cpu_sampler(module: ModuleType) -> None:
 @repair("row-masks", "vllm.v1.worker.gpu_input_batch:InputBatch.add_request .swap_states", releases=BOTH, until="0.33")
 @repair("row-masks-ascend", "vllm_ascend.worker.npu_input_batch:InputBatch.add_request .swap_states", until="0.23")
 def install_masks(module: ModuleType) -> None:
-    """The allowed_token_ids of one request also restrict the next request in the same row of the batch."""
+    """A request's allowed_token_ids restrict the next one in its row, too."""
     batch = module.InputBatch
     expect_source(batch.add_request, "self.allowed_token_ids_mask_cpu_tensor[req_index] = True", "return req_index")
     expect_source(batch.swap_states, "self.allowed_token_ids_mask_cpu_tensor[i1], ", "swap_dict_values(")

@@ -106,7 +106,7 @@ def _end(processor: Any, state: Any, output: Any, error: Exception) -> list[str]
 
 @repair("request-ids", f"{ASYNC}:AsyncLLM.add_request", until="0.23")
 def install_ids(module: ModuleType) -> None:
-    """Two requests with one id and other numbers of samples are both accepted, and the end of one ends the other."""
+    """Of two requests with one id and other numbers of samples, the end of one ends the other."""
     engine = module.AsyncLLM
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
 
