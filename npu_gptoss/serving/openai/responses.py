@@ -136,6 +136,14 @@ def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
     return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
 
 
+def ended_in_background(self: Any, response_id: str) -> Any:
+    """Returns a background response that has ended; else None. To cancel it is no mistake, as with OpenAI's servers."""
+    response = self.response_store.get(response_id)
+    if response is None or response.status in ("queued", "in_progress"):
+        return None
+    return response if response.model_dump()["background"] else None
+
+
 def input_items(self: Any, response_id: str, order: str, limit: int, after: str | None) -> Any:
     """Returns a page of the items that the model read before this response, those of earlier responses too."""
     if (response := self.response_store.get(response_id)) is None or not intake.is_ours(self):

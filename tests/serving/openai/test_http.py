@@ -232,6 +232,8 @@ def test_a_background_response_ends_and_its_events_replay(server: Server) -> Non
     reply = requests.get(f"{server.url}/v1/responses/{number}?stream=true", timeout=30)
     again = Answer(200, {}, reply.content.decode()).events
     assert again == events
+    cancelled = server.post(f"/v1/responses/{number}/cancel", {})  # which changes nothing, as with OpenAI's servers
+    assert (cancelled.status, cancelled.json["status"]) == (200, "completed")
     reply = requests.get(f"{server.url}/v1/responses/{number}?stream=true&starting_after=2", timeout=30)
     assert Answer(200, {}, reply.content.decode()).events == events[3:]
     queued = server.respond(ANSWER, background=True).json

@@ -32,17 +32,18 @@ def install_chat(module: ModuleType) -> None:
         return await chat.create(original, self, request, raw_request)
 
 
-REPLAY, MISSING = "responses_background_stream_generator", "_make_not_found_error"
+REPLAY, MISSING, CANCEL = "responses_background_stream_generator", "_make_not_found_error", "cancel_responses"
+OTHERS = f".{REPLAY} .{MISSING} .{CANCEL}"
 
 
 @repair(
     "responses",
-    f"vllm.entrypoints.openai.serving_responses:OpenAIServingResponses.create_responses .{REPLAY} .{MISSING}",
+    f"vllm.entrypoints.openai.serving_responses:OpenAIServingResponses.create_responses {OTHERS}",
     until=UNTIL,
 )
 @repair(
     "responses",
-    f"vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._create_responses .{REPLAY} .{MISSING}",
+    f"vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._create_responses {OTHERS}",
     releases=NEWER,
     until=UNTIL,
 )
@@ -67,3 +68,10 @@ def install_responses(module: ModuleType) -> None:
         from npu_gptoss.serving.openai import responses
 
         return (responses.not_found if is_ours(self) else original)(self, response_id)
+
+    @around(serving, CANCEL)
+    async def cancel(original: Original, self: Any, response_id: str) -> Any:
+        from npu_gptoss.serving.openai import responses
+
+        ended = responses.ended_in_background(self, response_id) if is_ours(self) else None
+        return ended or await original(self, response_id)
