@@ -22,7 +22,8 @@ def install(serve: ModuleType) -> None:
     @around(serve, "validate_parsed_serve_args")
     def validate_parsed_serve_args(original: Original, args: Any) -> None:
         original(args)
-        check(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, args.ssl_ciphers, args.ssl_cert_reqs)
+        ciphers = getattr(args, "ssl_ciphers", None)  # which 0.11 has not
+        check(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, ciphers, args.ssl_cert_reqs)
 
 
 def check(
