@@ -45,6 +45,17 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, wa
     kernel[grid](*arguments, **constants, **launch_options(arguments[0], warps))
 
 
+@functools.cache
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def arrivals(count: int, device: torch.device) -> torch.Tensor:
+    """Returns at least `count` counters of programs that have arrived. Every launch leaves them at zero, so one stream
+    needs no others; kept for good: graphs hold their address."""
+    return _zeros(max(1024, triton.next_power_of_2(count)), device)
+
+
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Waits for the kernels before; called before reading what they wrote, and before the first write."""

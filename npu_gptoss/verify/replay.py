@@ -24,12 +24,13 @@ from npu_gptoss.kernels.profiling import observing
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, packed
 from npu_gptoss.moe.ascend import AscendExperts
-from npu_gptoss.moe.triton.layout import TiledExperts, untiled
+from npu_gptoss.moe.triton.layout import TiledExperts
 from npu_gptoss.verify.attention_cases import one_key_each
 from npu_gptoss.verify.cases import Inputs, on
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.compare import Result, checked
 from npu_gptoss.verify.moe_cases import expert_map
+from npu_gptoss.verify.untiled import untiled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,7 +104,7 @@ def test_decode_rows_use_device_lengths_and_not_the_hosts_bound(run, sliding_win
 def test_the_sink_counts_once_however_many_programs_share_the_keys(splits, monkeypatch):
     monkeypatch.setattr(launch_decode, "splits_for", lambda *_: splits)
     check(run_triton, make_step([(1, 17), (1, 128), (1, 300)]), None)
-    assert not launch_decode.counters(torch.device("cpu")).any(), "a launch leaves its counters at zero for the next"
+    assert not launch_decode.arrivals(1, torch.device("cpu")).any(), "a launch leaves its counters at zero for the next"
 
 
 def test_graph_reads_new_lengths_and_padding_rows_are_zero():

@@ -8,10 +8,12 @@ device. Triton is imported at the first call, so that a machine without it can l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from npu_gptoss.attention.operations import FP8, KV_DTYPES, PAGED, WRITE_KV
 from npu_gptoss.kernels import ANY, FP8_STORES, HOPPER, TRITON, Priority, Range, Where, accepts, register_kernel
 
-LAUNCH = "npu_gptoss.attention.triton.launch"
 BF16 = accepts(query="bfloat16", kv=("bfloat16", FP8), sinks=KV_DTYPES)
 BOTH = (BF16, accepts(query="float32", kv="float32", sinks=KV_DTYPES))
 TRAITS = {
@@ -20,55 +22,51 @@ TRAITS = {
     "sliding_window": ANY,
 }
 
-register_kernel(
-    PAGED,
-    solution="triton",
-    name="attention.paged.triton_decode",
-    capability=TRITON,
-    signatures=BOTH,
-    traits={**TRAITS, "max_query_len": Range(most=1)},
-    priority=Priority.PERFORMANT,
-    function=f"{LAUNCH}:run",
-    summary="One launch; products in the inputs' dtype (float32: no TF32), sums in fp32.",
+
+def _register(name: str, traits: Mapping[str, Any], summary: str, *, function: str = "run", **more: Any) -> None:
+    gluon = name.startswith("gluon")
+    register_kernel(
+        PAGED,
+        solution=name.partition("_")[0],
+        name=f"{PAGED.name}.{name}",
+        capability=HOPPER if gluon else TRITON,
+        signatures=(BF16,) if gluon else BOTH,
+        traits=traits,
+        function=f"npu_gptoss.attention.triton.launch:{function}",
+        summary=summary,
+        **{"priority": Priority.PERFORMANT, **more},
+    )
+
+
+_register(
+    "triton_decode",
+    {**TRAITS, "max_query_len": Range(most=1)},
+    "One launch; products in the inputs' dtype (float32: no TF32), sums in fp32.",
 )
-register_kernel(
-    PAGED,
-    solution="triton",
-    name="attention.paged.triton_prefill",
-    capability=TRITON,
-    signatures=BOTH,
-    traits={**TRAITS, "max_query_len": Range(2)},
-    priority=Priority.PERFORMANT,
-    function=f"{LAUNCH}:run",
-    summary="Prompt rows in two launches; single rows of the same step as triton_decode has them.",
+_register(
+    "triton_prefill",
+    {**TRAITS, "max_query_len": Range(2)},
+    "Prompt rows in two launches; single rows of the same step as triton_decode has them.",
 )
-register_kernel(
-    PAGED,
-    solution="gluon",
-    name="attention.paged.gluon_prefill",
-    capability=HOPPER,
-    signatures=(BF16,),
-    traits={
+_register(
+    "gluon_prefill",
+    {
+        **TRAITS,
         "head_dim": frozenset({64}),
-        "block_size": TRAITS["block_size"],
         "sliding_window": frozenset({False}),
         "group_size": Range(1, 64),
         "max_query_len": Range(2),
     },
+    "As triton_prefill, the causal loop with copies, products and softmax in warps of their own.",
+    function="run_gluon",
     priority=Priority.SPECIALISED,
-    function=f"{LAUNCH}:run_gluon",
-    summary="As triton_prefill, the causal loop with copies, products and softmax in warps of their own.",
 )
-register_kernel(
-    PAGED,
-    solution="triton",
-    name="attention.paged.triton_invariant",
-    capability=TRITON,
-    signatures=BOTH,
-    traits=TRAITS,
+_register(
+    "triton_invariant",
+    TRAITS,
+    "As triton_prefill, single rows too: no bit of a row depends on the other rows.",
+    function="run_invariant",
     priority=Priority.PORTABLE,
-    function=f"{LAUNCH}:run_invariant",
-    summary="As triton_prefill, single rows too: no bit of a row depends on the other rows.",
 )
 register_kernel(
     WRITE_KV,

@@ -9,7 +9,6 @@ that while one computes its softmax another's products run. The sink is the onli
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,9 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from npu_gptoss.kernels.gluon_names import barrier, load_tile
+from npu_gptoss.kernels.gluon_names import barrier, barriers, load_tile
 
 ROWS = gl.constexpr(64)  # of one group of warps: what one matrix instruction takes
 CONSUMERS = gl.constexpr(3)  # groups of warps that compute; a tile has CONSUMERS * ROWS // GROUP positions
@@ -242,18 +240,11 @@ def prefill_kernel(
     )
     key_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, DIM], keys.layout)
     value_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, DIM], values.layout)
-    key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(key_full.index(stage), count=1)
-        mbarrier.init(value_full.index(stage), count=1)
-        mbarrier.init(key_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(value_empty.index(stage), count=CONSUMERS)
-    for number in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(number), count=1)
+    key_full = barriers(STAGES, 1)
+    value_full = barriers(STAGES, 1)
+    key_empty = barriers(STAGES, CONSUMERS)
+    value_empty = barriers(STAGES, CONSUMERS)
+    turns = barriers(CONSUMERS, 1)
     fence_async_shared()
     barrier()
 
@@ -286,9 +277,3 @@ def prefill_kernel(
 
 
 # fmt: on
-
-
-def descriptor(gathered: torch.Tensor, tile_keys: int) -> TensorDescriptor:
-    """[keys, DIM] bfloat16 in tiles of `tile_keys` keys, as the products want them in shared memory."""
-    block = [tile_keys, gathered.shape[1]]
-    return TensorDescriptor.from_tensor(gathered, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))

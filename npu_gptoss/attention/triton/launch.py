@@ -134,8 +134,9 @@ def _prefill(call: Call, prompts: Prompts, tiling: Tiling) -> None:
     units = prompts.tiles.shape[0] * kv_heads
     if tiling.hopper:
         from npu_gptoss.attention.triton import hopper
+        from npu_gptoss.kernels.gluon_names import descriptor
 
-        read = (query, *(hopper.descriptor(part, tiling.keys) for part in gathered), call.sinks, call.out)
+        read = (query, *(descriptor(part, tiling.keys, dim) for part in gathered), call.sinks, call.out)
         hopper.prefill_kernel[(min(units, processors(query.device)),)](
             *(*read, prompts.requests, prompts.tiles, units, prompts.keys, call.scale, *strides),
             BLOCK_N=tiling.keys,

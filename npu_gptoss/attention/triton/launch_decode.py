@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,10 +10,9 @@ import triton
 from npu_gptoss.attention.triton.decode import decode_kernel
 from npu_gptoss.attention.triton.plan import Rows
 from npu_gptoss.kernels.tiles import tile
-from npu_gptoss.kernels.triton_launch import INTERPRETED, launch
+from npu_gptoss.kernels.triton_launch import INTERPRETED, arrivals, launch
 
 MOST_SPLITS = 32
-COUNTERS = 1 << 16
 # Up to how many rows the first keys are loaded while the kernel before runs. One row leaves the memory idle then; eight
 # do not, and miss the registers that this takes (on an H200: 2 us a layer faster; 7 us slower at 8192 keys).
 SETTLED_ROWS = 1
@@ -97,7 +95,7 @@ def decode(call: Call, rows: Rows) -> None:
         series = rows.count * kv_heads * splits
         sums = torch.empty(series * constants["HEADS"] * dim, dtype=torch.float32, device=query.device)
         extremes = torch.empty(series * 2 * constants["HEADS"], dtype=torch.float32, device=query.device)
-        arrived = counters(query.device)
+        arrived = arrivals(rows.count * kv_heads, query.device)
     else:
         sums = extremes = arrived = query  # not touched
     mapped = (rows.lengths,) * 2 if rows.rows is None or rows.requests is None else (rows.rows, rows.requests)
@@ -122,9 +120,3 @@ def decode(call: Call, rows: Rows) -> None:
         num_stages=config.stages,
         **constants,
     )
-
-
-@functools.cache
-def counters(device: torch.device) -> torch.Tensor:
-    """Zeros that every launch leaves zero again: so one allocation serves all, as long as they run in one stream."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)

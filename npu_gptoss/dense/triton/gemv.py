@@ -104,14 +104,11 @@ def qkv_kernel(
             tl.store(out, first)
             tl.store(out + HALF, second)
         elif slot >= 0:
-            if head < HEADS + KV_HEADS:
-                out = key_cache + (slot * KV_HEADS + head - HEADS) * STRIDE + lane
-                tl.store(out, first)
-                tl.store(out + HALF, second)
-            else:
+            out = key_cache + (slot * KV_HEADS + head - HEADS) * STRIDE + lane
+            if head >= HEADS + KV_HEADS:
                 out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * STRIDE + lane
-                tl.store(out, first)
-                tl.store(out + HALF, second)
+            tl.store(out, first)
+            tl.store(out + HALF, second)
         low_a = next_low_a
         low_b = next_low_b
         high_a = next_high_a

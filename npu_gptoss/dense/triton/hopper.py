@@ -12,7 +12,6 @@ their order. The counters return to zero.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,10 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from npu_gptoss.kernels.gluon_names import barrier, load_tile
+from npu_gptoss.kernels.gluon_names import barrier, barriers, load_tile
 
 ROWS = gl.constexpr(64)  # of the weight, in one program: what one matrix instruction takes
 
@@ -39,11 +37,8 @@ def begin(
     """The ring and its barriers, for weights and for x; the weights of its first round are asked for."""
     tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_K], weights.layout)
     columns = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_T, BLOCK_K], x.layout)
-    tiles_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    columns_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(tiles_full.index(each), count=1)
-        mbarrier.init(columns_full.index(each), count=1)
+    tiles_full = barriers(STAGES, 1)
+    columns_full = barriers(STAGES, 1)
     fence_async_shared()
     barrier()
     for each in gl.static_range(min(STAGES, STEPS)):
@@ -214,9 +209,3 @@ def linear_kernel(
 
 
 # fmt: on
-
-
-def descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A contiguous bfloat16 matrix in tiles of `rows` by `columns`, as the products want them in shared memory."""
-    block = [rows, columns]
-    return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from npu_gptoss.dense.triton.launches import after_norm, arrivals, blocks, heads_of, routing_of
+from npu_gptoss.dense.triton.launches import after_norm, blocks, heads_of, routing_of
 from npu_gptoss.kernels.tiles import tile
-from npu_gptoss.kernels.triton_launch import launch, launch_options
+from npu_gptoss.kernels.triton_launch import arrivals, launch, launch_options
 
 if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata
@@ -90,13 +90,14 @@ def project(
     ring: to measure others than the chosen one.
     """
     from npu_gptoss.dense.triton import hopper
+    from npu_gptoss.kernels.gluon_names import descriptor
 
     tokens, inputs = normed.shape
     constants = heads_of(weight.shape[0], key_cache, value_cache)
     heads, kv_heads, _ = constants["HEADS"], constants["KV_HEADS"], constants.pop("DIM")
     ring, columns = ring or _ring("qkv", tokens), _columns(tokens)
     query = torch.empty(tokens, heads, HEAD_DIM, dtype=normed.dtype, device=normed.device)
-    operands = (hopper.descriptor(weight, HEAD_DIM, ring.inputs), hopper.descriptor(normed, columns, ring.inputs))
+    operands = (descriptor(weight, HEAD_DIM, ring.inputs), descriptor(normed, columns, ring.inputs))
     step = (cos_sin, positions, metadata.slot_mapping, query, key_cache, value_cache, tokens, metadata.num_tokens)
     hopper.qkv_kernel[(heads + 2 * kv_heads, triton.cdiv(tokens, columns))](
         *(*operands, bias, *step),
@@ -121,6 +122,7 @@ def linear(
     ring: others than the one of `dense.output`.
     """
     from npu_gptoss.dense.triton import hopper
+    from npu_gptoss.kernels.gluon_names import descriptor
 
     tokens, inputs = x.shape
     outputs = weight.shape[0]
@@ -132,7 +134,7 @@ def linear(
     if ring.splits > 1:
         shares = torch.empty(token_tiles * tiles * ring.splits * columns * 64, dtype=torch.float32, device=x.device)
         arrived = arrivals(token_tiles * tiles, x.device)
-    operands = (hopper.descriptor(weight, 64, ring.inputs), hopper.descriptor(x, columns, ring.inputs))
+    operands = (descriptor(weight, 64, ring.inputs), descriptor(x, columns, ring.inputs))
     added = (x if bias is None else bias, x if residual is None else residual.contiguous())
     hopper.linear_kernel[(tiles, token_tiles, ring.splits)](
         *(*operands, *added, out, shares, arrived, tokens, outputs),

@@ -22,7 +22,7 @@ from npu_gptoss.dense.triton.routing import router_kernel
 from npu_gptoss.dense.triton.rows import add_norm_kernel, final_kernel, partial_kernel, rope_cache_kernel
 from npu_gptoss.dense.triton.shortlist import bounds_kernel, exact_kernel, split_kernel
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.triton_launch import launch, processors
+from npu_gptoss.kernels.triton_launch import arrivals, launch, processors
 from npu_gptoss.moe.operations import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -203,16 +203,6 @@ def qkv(normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **rest: 
 def logits_gemv(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """The kernel of `dense.logits`."""
     output_gemv(normed, weight, None, None, out)
-
-
-@functools.cache
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.int32, device=device)
-
-
-def arrivals(count: int, device: torch.device) -> torch.Tensor:
-    """Returns at least `count` counters. Every launch leaves them at zero; kept for good: graphs hold their address."""
-    return _zeros(max(1024, triton.next_power_of_2(count)), device)
 
 
 def router(

@@ -80,9 +80,8 @@ def rope_cache_kernel(
             tl.store(out, first)
             tl.store(out + HALF, second)
         elif slot >= 0:
-            if head < HEADS + KV_HEADS:
-                out = key_cache + (slot * KV_HEADS + head - HEADS + member) * STRIDE + lane
-            else:
+            out = key_cache + (slot * KV_HEADS + head - HEADS + member) * STRIDE + lane
+            if head >= HEADS + KV_HEADS:
                 out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS + member) * STRIDE + lane
             tl.store(out, first)
             tl.store(out + HALF, second)

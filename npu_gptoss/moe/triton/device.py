@@ -201,11 +201,7 @@ def product(
                     shifted = tl.load(scale + (tile // 2) * ROWS) >> ((tile % 2) * 16)
             else:
                 shifted = exponents
-            if FORMAT == "bfloat16":
-                k = tile * INPUTS + whole
-                inside = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
-                sums = dot(w, tl.load(column + k[:, None], mask=inside, other=0.0), sums, NATIVE)
-            elif HALVES:
+            if FORMAT != "bfloat16" and HALVES:
                 k = tile * INPUTS + half
                 low = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
                 high = reads if K % INPUTS == 0 else reads & (k + INPUTS // 2 < K)[:, None]
@@ -218,8 +214,12 @@ def product(
                 k = tile * INPUTS + whole
                 inside = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
                 right = tl.load(column + k[:, None], mask=inside, other=0.0)
-                left_low, left_high = _left(w, shifted, FORMAT, BM, NATIVE)
-                sums = dot(_side_by_side(left_low, left_high), right, sums, NATIVE)
+                if FORMAT == "bfloat16":
+                    left = w
+                else:
+                    left_low, left_high = _left(w, shifted, FORMAT, BM, NATIVE)
+                    left = _side_by_side(left_low, left_high)
+                sums = dot(left, right, sums, NATIVE)
     return sums
 
 

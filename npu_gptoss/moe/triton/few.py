@@ -37,14 +37,31 @@ def assign(
 
 
 @triton.jit
-def _mine(counts, EXPERTS: tl.constexpr, BE: tl.constexpr):
-    """This program's expert and how many slots it has; 0 where fewer experts were chosen than there are programs."""
+def _mine(topk_ids, expert_map, counts, HAS_MAP: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
+          BE: tl.constexpr):  # fmt: skip
+    """This program's expert and how many slots it has; 0 where fewer experts were chosen than there are programs. ONE:
+    of a single token, whose experts are all different."""
     own = tl.program_id(1)
-    e = tl.arange(0, BE)
-    count = tl.load(counts + e, mask=e < EXPERTS, other=0)
-    chosen = (count > 0).to(tl.int32)
-    mine = (count > 0) & (tl.cumsum(chosen, 0) - 1 == own)
-    return tl.sum(tl.where(mine, e, 0)), tl.sum(tl.where(mine, count, 0))
+    if ONE:
+        expert = local_expert(topk_ids, expert_map, own, True, HAS_MAP)
+        count = (expert >= 0).to(tl.int32)
+    else:
+        e = tl.arange(0, BE)
+        all_counts = tl.load(counts + e, mask=e < EXPERTS, other=0)
+        mine = (all_counts > 0) & (tl.cumsum((all_counts > 0).to(tl.int32), 0) - 1 == own)
+        expert = tl.sum(tl.where(mine, e, 0))
+        count = tl.sum(tl.where(mine, all_counts, 0))
+    return expert, count
+
+
+@triton.jit
+def _slots_of(lists, expert, slots, at, valid, ONE: tl.constexpr):
+    """The expert's slots at these places of its list."""
+    if ONE:
+        slot = tl.program_id(1) + at * 0
+    else:
+        slot = tl.load(lists + expert * slots + at, mask=valid, other=0)
+    return slot
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -60,37 +77,24 @@ def gate_up(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr, BE: tl.constexpr, UNROLL: tl.constexpr,
     HALVES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The first projection and the activation. ONE: a single token, whose experts are all different."""
+    """The first projection and the activation."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
     first_row = tl.program_id(0) * BM
-    column = tl.arange(0, BN)
     row = tl.program_id(0) * (BM // 2) + tl.arange(0, BM // 2)
-    if ONE:
-        slot = tl.program_id(1)
-        expert = local_expert(topk_ids, expert_map, slot, True, HAS_MAP)
-        if expert >= 0:
-            sums = product(
-                x, column * 0, column < 1, words, scales, expert, first_row, 0,
-                FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
-            )  # fmt: skip
-            sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
-            out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
-            mask = (column < 1)[None, :] & (row < R // 2)[:, None]
-            tl.store(inner + (slot * (R // 2) + column * 0)[None, :] + row[:, None], out, mask=mask)
-    else:
-        expert, count = _mine(counts, EXPERTS, BE)
-        for done in range(0, count, BN):
-            valid = done + column < count
-            slot = tl.load(lists + expert * slots + done + column, mask=valid, other=0)
-            sums = product(
-                x, slot // TOP_K, valid, words, scales, expert, first_row, 0,
-                FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
-            )  # fmt: skip
-            sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
-            out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
-            mask = valid[None, :] & (row < R // 2)[:, None]
-            tl.store(inner + slot[None, :] * (R // 2) + row[:, None], out, mask=mask)
+    expert, count = _mine(topk_ids, expert_map, counts, HAS_MAP, ONE, EXPERTS, BE)
+    for done in range(0, count, BN):
+        at = done + tl.arange(0, BN)
+        valid = at < count
+        slot = _slots_of(lists, expert, slots, at, valid, ONE)
+        sums = product(
+            x, slot // TOP_K, valid, words, scales, expert, first_row, 0,
+            FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
+        )  # fmt: skip
+        sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
+        out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
+        mask = valid[None, :] & (row < R // 2)[:, None]
+        tl.store(inner + slot[None, :] * (R // 2) + row[:, None], out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -112,33 +116,19 @@ def down(
     """
     first_row = tl.program_id(0) * BM
     split = tl.program_id(2)
-    column = tl.arange(0, BN)
     row = first_row + tl.arange(0, BM)
-    if ONE:
-        slot = tl.program_id(1)
-        expert = local_expert(topk_ids, expert_map, slot, True, HAS_MAP)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        if expert >= 0:
-            sums = product(
-                inner, slot + column * 0, column < 1, words, scales, expert, first_row, split,
-                FORMAT, R, K, BM, BN, UNROLL, HALVES, SPLITS, STAGES, NATIVE,
-            )  # fmt: skip
-            out = finish(sums, scales, bias, expert, first_row, split, FORMAT, R, BM) * tl.load(topk_weights + slot)
-            mask = (column < 1)[None, :] & (row < R)[:, None]
-            tl.store(shares + ((slot * SPLITS + split) * R + column * 0)[None, :] + row[:, None], out, mask=mask)
-    else:
-        expert, count = _mine(counts, EXPERTS, BE)
-        wait_for_inputs(PDL)
-        let_next_start(PDL)
-        for done in range(0, count, BN):
-            valid = done + column < count
-            slot = tl.load(lists + expert * slots + done + column, mask=valid, other=0)
-            sums = product(
-                inner, slot, valid, words, scales, expert, first_row, split,
-                FORMAT, R, K, BM, BN, UNROLL, HALVES, SPLITS, STAGES, NATIVE,
-            )  # fmt: skip
-            weight = tl.load(topk_weights + slot, mask=valid, other=0.0)
-            out = finish(sums, scales, bias, expert, first_row, split, FORMAT, R, BM) * weight[None, :]
-            mask = valid[None, :] & (row < R)[:, None]
-            tl.store(shares + (slot * SPLITS + split)[None, :] * R + row[:, None], out, mask=mask)
+    expert, count = _mine(topk_ids, expert_map, counts, HAS_MAP, ONE, EXPERTS, BE)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    for done in range(0, count, BN):
+        at = done + tl.arange(0, BN)
+        valid = at < count
+        slot = _slots_of(lists, expert, slots, at, valid, ONE)
+        sums = product(
+            inner, slot, valid, words, scales, expert, first_row, split,
+            FORMAT, R, K, BM, BN, UNROLL, HALVES, SPLITS, STAGES, NATIVE,
+        )  # fmt: skip
+        weight = tl.load(topk_weights + slot, mask=valid, other=0.0)
+        out = finish(sums, scales, bias, expert, first_row, split, FORMAT, R, BM) * weight[None, :]
+        mask = valid[None, :] & (row < R)[:, None]
+        tl.store(shares + (slot * SPLITS + split)[None, :] * R + row[:, None], out, mask=mask)

@@ -17,10 +17,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from npu_gptoss.kernels.gluon_names import barrier, reinterpret
+from npu_gptoss.kernels.gluon_names import add, barrier, reinterpret
 from npu_gptoss.moe.triton.layout import Call
 from npu_gptoss.moe.triton.one_hopper import _OPEN as OPEN
-from npu_gptoss.moe.triton.one_hopper import ALPHA, INPUTS, MOST_ROWS, ROWS, SMALL, sums_layout
+from npu_gptoss.moe.triton.one_hopper import ALPHA, INPUTS, MOST_ROWS, ROWS, SMALL, doublings, sums_layout
 from npu_gptoss.moe.triton.tuned import FewTiles
 
 COLUMNS = gl.constexpr(8)  # of a product
@@ -31,12 +31,6 @@ FIELD = gl.constexpr(0x7F800000)  # a float's exponent
 TIMES_LARGE = gl.constexpr("{ .reg .b32 s; mov.b32 s, 0x5F805F80; mul.rn.bf16x2 $0, $1, s; }")
 
 # fmt: off
-
-
-@gluon.constexpr_function
-def doublings(base, first, end):
-    """Steps of a layout along one dimension: first times base, twice that and so on, below end."""
-    return [[each * n for each in base] for n in (2**i for i in range(12)) if first <= n < end]
 
 
 @gluon.constexpr_function
@@ -75,17 +69,12 @@ def chunks_of(inputs):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def chosen_expert(counts, EXPERTS: gl.constexpr, BE: gl.constexpr):
     """This program's expert and its number of slots, like `few._mine`. BE: at least 32, so that each warp finds the
     expert alone."""
     e = gl.arange(0, BE, gl.BlockedLayout([BE // 32], [32], [gl.num_warps()], [0]))
     count = gl.load(counts + e, mask=e < EXPERTS, other=0)
-    rank = gl.associative_scan((count > 0).to(gl.int32), 0, _add) - 1
+    rank = gl.associative_scan((count > 0).to(gl.int32), 0, add) - 1
     own = (count > 0) & (rank == gl.program_id(1))
     return gl.sum(gl.where(own, e, 0), 0), gl.sum(gl.where(own, count, 0), 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from npu_gptoss.kernels.triton_launch import INTERPRETED, launch, processors
 from npu_gptoss.moe.adapters import ExpertAdapters
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.layout import INPUTS, Call, TiledExperts, TiledMatrix, call_of
-from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, one_gluon_tiles, tiles, unroll
+from npu_gptoss.moe.triton.tuned import Tiles, few_gluon_tiles, gluon_tiles, one_gluon_tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
@@ -98,19 +99,10 @@ def gluon_few(**arguments: Any) -> torch.Tensor:
     return _combined(shares, call)
 
 
-def triton_one(**arguments: Any) -> torch.Tensor:
-    """Three launches for a single token."""
+def triton_few(*, one: bool = False, **arguments: Any) -> torch.Tensor:
+    """Four launches; one: a single token's three."""
     call = call_of(**arguments)
-    return _few(call, call.topk_ids, call.topk_ids, one=True)
-
-
-def triton_few(**arguments: Any) -> torch.Tensor:
-    """Four launches."""
-    call = call_of(**arguments)
-    return _few(call, *_assigned(call), one=False)
-
-
-def _few(call: Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) -> torch.Tensor:
+    lists, counts = (call.topk_ids, call.topk_ids) if one else _assigned(call)
     hidden, experts, slots = call.hidden, call.experts, call.slots
     gate_up, down = experts.gate_up, experts.down
     up_shape, down_shape = tiles(experts.format, "few", len(hidden))
@@ -145,6 +137,9 @@ def _few(call: Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) ->
         **_constants(down, down_shape),
     )
     return _combined(shares, call)
+
+
+triton_one = functools.partial(triton_few, one=True)
 
 
 def triton_many(adapters: ExpertAdapters | None = None, **arguments: Any) -> torch.Tensor:
@@ -213,30 +208,13 @@ def _shrunk(
 
 def gluon_many(**arguments: Any) -> torch.Tensor:
     """Five launches, as `triton_many`."""
-    call = call_of(**arguments)
-    order, ends, inner, shares = _sorted(call)
-    experts = call.experts
-    all_ranks_experts = experts.num_experts if experts.expert_map is None else experts.expert_map.numel()
-    _products_in_gluon(call, order, ends, inner, shares, gluon_tiles(call.slots, all_ranks_experts))
-    return _combined(shares, call)
-
-
-def _sorted(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The slots in the order of their experts, where each expert's end, and memory for both products' results."""
-    padded_experts = triton.next_power_of_2(call.experts.num_experts)
-    order, ends = sorted_slots(call.topk_ids, call.expert_map, call.experts, padded_experts)
-    down = call.experts.down
-    inner, shares = (call.hidden.new_empty(call.slots, size) for size in (down.inputs, down.rows))
-    return order, ends, inner, shares
-
-
-def _products_in_gluon(
-    call: Call, order: torch.Tensor, ends: torch.Tensor, inner: torch.Tensor, shares: torch.Tensor, shape: GluonTiles
-) -> None:
-    """Fills inner and shares."""
     from npu_gptoss.moe.triton import many_hopper
 
+    call = call_of(**arguments)
+    order, ends, inner, shares = _sorted(call)
     hidden, experts = call.hidden, call.experts
+    all_ranks_experts = experts.num_experts if experts.expert_map is None else experts.expert_map.numel()
+    shape = gluon_tiles(call.slots, all_ranks_experts)
     for x, matrix, out in ((hidden, experts.gate_up, inner), (inner, experts.down, shares)):
         many_hopper.product[(processors(hidden.device),)](
             *(x, order, ends, call.topk_weights, matrix.words, matrix.scales, matrix.bias, out, call.swiglu_limit),
@@ -252,6 +230,16 @@ def _products_in_gluon(
             FETCH_REGISTERS=shape.fetch,
             num_warps=4,
         )
+    return _combined(shares, call)
+
+
+def _sorted(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The slots in the order of their experts, where each expert's end, and memory for both products' results."""
+    padded_experts = triton.next_power_of_2(call.experts.num_experts)
+    order, ends = sorted_slots(call.topk_ids, call.expert_map, call.experts, padded_experts)
+    down = call.experts.down
+    inner, shares = (call.hidden.new_empty(call.slots, size) for size in (down.inputs, down.rows))
+    return order, ends, inner, shares
 
 
 def sorted_slots(

@@ -20,6 +20,9 @@ widely known: Marlin and the kernels of Triton's own repository have forms of it
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,70 +89,6 @@ def prepare(weights: AnyExperts, swiglu_limit: float) -> TiledExperts:
         None if weights.expert_map is None else weights.expert_map.to(torch.int32),
         weights.num_experts,
     )
-
-
-def untiled(experts: TiledExperts) -> AnyExperts:
-    """The inverse of `prepare`, for a call that is replayed from a file."""
-    shared = {
-        "gate_up_proj_bias": _unbanded(experts.gate_up.bias),
-        "down_proj_bias": experts.down.bias,
-        "expert_map": None if experts.expert_map is None else experts.expert_map.long(),
-    }
-    gate_up, down = _values(experts.gate_up), _values(experts.down)
-    gate_up = _unbanded(gate_up)
-    if experts.format == Mxfp4Experts.format:
-        pairs = (codes.unflatten(-1, (-1, 16, 2)) for codes in (gate_up, down))
-        blocks = [(each[..., 0] | each[..., 1] << 4).to(torch.uint8) for each in pairs]
-        scales = _unbanded(_exponents(experts.gate_up)), _exponents(experts.down)
-        return Mxfp4Experts(
-            gate_up_proj_blocks=blocks[0],
-            gate_up_proj_scales=scales[0],
-            down_proj_blocks=blocks[1],
-            down_proj_scales=scales[1],
-            **shared,
-        )
-    if experts.format == Fp8Experts.format:
-        raw = (each.to(torch.uint8).view(torch.float8_e4m3fn) for each in (gate_up, down))
-        scales = {"gate_up_proj_scales": _unbanded(experts.gate_up.scales), "down_proj_scales": experts.down.scales}
-        return Fp8Experts(**dict(zip(("gate_up_proj", "down_proj"), raw, strict=True)), **scales, **shared)
-    return ExpertWeights(gate_up.mT.contiguous(), down_proj=down.mT.contiguous(), **shared)
-
-
-def _values(matrix: TiledMatrix) -> torch.Tensor:
-    """[experts, rows, inputs]: codes of MXFP4, bytes of FP8, or bfloat16."""
-    words = matrix.words.transpose(2, 3).flatten(1, 2)[:, : matrix.rows]  # [experts, rows, input tiles, n]
-    if words.dtype == torch.uint16:
-        words = words.view(torch.int16).to(torch.int32) & 0xFFFF
-        four = words.shape[-1] == 16
-        words = _open_mxfp4(words) if four else _open_fp8(words)
-    return words.flatten(2)[..., : matrix.inputs]
-
-
-def _open_mxfp4(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `mxfp4_words`: [..., n] -> [..., 4 * n]."""
-    across = (words >> 12 & 7).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    first, second = (words >> 12 & 8) | (words >> 6 & 7), (words >> 8 & 8) | (words >> 2 & 7)
-    third, fourth = (words >> 2 & 8) | across, (words >> 6 & 8) | (words >> 8 & 4) | (words & 3)
-    return torch.stack((first, second, third, fourth), -2).flatten(-2)
-
-
-def _open_fp8(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `fp8_words`: [..., n] -> [..., 2 * n]."""
-    first = (words >> 8 & 0x80) | (words >> 4 & 0x7F)
-    second = (words >> 7 & 0x80) | (words >> 7 & 0x70) | (words & 0x0F)
-    return torch.stack((first, second), -2).flatten(-2)
-
-
-def _exponents(matrix: TiledMatrix) -> torch.Tensor:
-    """[experts, rows, inputs / 32]: the scales of MXFP4."""
-    scales = matrix.scales.contiguous().view(torch.uint8).unflatten(-1, (ROWS, 4))
-    scales = scales.transpose(2, 3).flatten(1, 2)[:, : matrix.rows].flatten(2)
-    return (scales - EXPONENT_SHIFT)[..., : matrix.inputs // 32]
-
-
-def _unbanded(rows: torch.Tensor) -> torch.Tensor:
-    """The inverse of `bands`."""
-    return rows.unflatten(1, (-1, 2, BAND)).transpose(2, 3).flatten(1, 3)
 
 
 def _tiled(weights: AnyExperts, name: str) -> TiledMatrix:
@@ -229,7 +168,7 @@ def _words(weights: AnyExperts, name: str, some: slice) -> torch.Tensor:
         return mxfp4_words(_whole_tiles(codes).unflatten(-1, (-1, 4, 16)))
     if isinstance(weights, Fp8Experts):
         values = getattr(weights, name)[some].view(torch.uint8).to(torch.int16)
-        return fp8_words(_whole_tiles(values).unflatten(-1, (-1, 2, 32)))
+        return words_of(_whole_tiles(values).unflatten(-1, (-1, 2, 32)).unbind(-2), FP8_BITS)
     assert isinstance(weights, ExpertWeights)
     return _whole_tiles(getattr(weights, name)[some].transpose(1, 2)).unflatten(-1, (-1, INPUTS))
 
@@ -238,37 +177,27 @@ def _whole_tiles(values: torch.Tensor) -> torch.Tensor:
     return F.pad(values, (0, -values.shape[-1] % INPUTS))
 
 
+# Where the words have a value's bits: (number of the value, its bits, how far they are moved). Of all arrangements of
+# four codes (sign, two bits of exponent, mantissa) in 16 bits those that open with nine instructions do so. The third
+# codes of two words lie across them, so that one rotation of both puts them right: a word has its sign, and the rest of
+# its neighbour's, which counts as value 4.
+MXFP4_BITS = ((0, 8, 12), (0, 7, 6), (1, 8, 8), (1, 7, 2), (2, 8, 2), (4, 7, 12), (3, 8, 6), (3, 4, 8), (3, 3, 0))
+FP8_BITS = ((0, 0x80, 8), (0, 0x7F, 4), (1, 0x80, 7), (1, 0x70, 7), (1, 0x0F, 0))  # of two bytes of E4M3
+
+
 def mxfp4_words(codes: torch.Tensor) -> torch.Tensor:
-    """codes [..., 4, n] int16, each sign, exponent (2 bits), mantissa -> [..., n] words that `open_mxfp4` opens.
-
-    The third codes of two words lie across them, so that one rotation of both puts them right: a word has its sign, its
-    neighbour the rest. Of all arrangements of four codes in 16 bits those that open with nine instructions do so.
-    """
-    first, second, third, fourth = codes.unbind(-2)
-    across = third.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (
-        ((first & 8) << 12)
-        | ((first & 7) << 6)
-        | ((second & 8) << 8)
-        | ((second & 7) << 2)
-        | ((third & 8) << 2)
-        | ((across & 7) << 12)
-        | ((fourth & 8) << 6)
-        | ((fourth & 4) << 8)
-        | (fourth & 3)
-    )
+    """codes [..., 4, n] int16 -> [..., n] words that `open_mxfp4` opens."""
+    values = codes.unbind(-2)
+    return words_of((*values, neighbours(values[2])), MXFP4_BITS)
 
 
-def fp8_words(values: torch.Tensor) -> torch.Tensor:
-    """values [..., 2, n] int16, each the byte of an E4M3 -> [..., n] words that `open_fp8` opens."""
-    first, second = values.unbind(-2)
-    return (
-        ((first & 0x80) << 8)
-        | ((first & 0x7F) << 4)
-        | ((second & 0x80) << 7)
-        | ((second & 0x70) << 7)
-        | (second & 0x0F)
-    )
+def words_of(values: Sequence[torch.Tensor], table: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    return functools.reduce(operator.or_, ((values[number] & bits) << by for number, bits, by in table))
+
+
+def neighbours(words: torch.Tensor) -> torch.Tensor:
+    """[..., n], n even: words 2i and 2i + 1 exchanged."""
+    return words.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
 @dataclass(frozen=True)

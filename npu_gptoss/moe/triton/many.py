@@ -144,34 +144,29 @@ def grouped(
         first_row = row_tile * BM
         if GATE_UP:
             slot = tl.load(order + at, mask=valid, other=0)
-            sums = product(
-                x, slot // TOP_K, valid, words, scales, expert, first_row, 0,
-                FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
-            )  # fmt: skip
-            sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
-            if ADAPTERS > 0:
-                own = tl.load(adapter + slot // TOP_K, mask=valid, other=-1)
-                sums = add_low_rank(
-                    sums, own, b, low, slot, slots, expert, first_row, ADAPTERS, EXPERTS, RANK, SHARES, R, BM, NATIVE
-                )
-            result = swigluoai_bands(sums, limit, BM, BN).to(out.dtype.element_ty)
-            row = row_tile * (BM // 2) + tl.arange(0, BM // 2)
-            mask = valid[None, :] & (row < R // 2)[:, None]
-            tl.store(out + at.to(tl.int64)[None, :] * (R // 2) + row[:, None], result, mask=mask)
+            source = slot // TOP_K
         else:
-            sums = product(
-                x, at, valid, words, scales, expert, first_row, 0,
-                FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
-            )  # fmt: skip
+            source = at
+        sums = product(
+            x, source, valid, words, scales, expert, first_row, 0,
+            FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
+        )  # fmt: skip
+        if not GATE_UP:
             slot = tl.load(order + at, mask=valid, other=0)
-            weight = tl.load(topk_weights + slot, mask=valid, other=0.0)
-            sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
-            if ADAPTERS > 0:
-                own = tl.load(adapter + slot // TOP_K, mask=valid, other=-1)
-                sums = add_low_rank(
-                    sums, own, b, low, slot, slots, expert, first_row, ADAPTERS, EXPERTS, RANK, SHARES, R, BM, NATIVE
-                )
-            result = sums * weight[None, :]
+        sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
+        if ADAPTERS > 0:
+            own = tl.load(adapter + slot // TOP_K, mask=valid, other=-1)
+            sums = add_low_rank(
+                sums, own, b, low, slot, slots, expert, first_row, ADAPTERS, EXPERTS, RANK, SHARES, R, BM, NATIVE
+            )
+        if GATE_UP:
+            result = swigluoai_bands(sums, limit, BM, BN)
+            row = row_tile * (BM // 2) + tl.arange(0, BM // 2)
+            target = out + at.to(tl.int64)[None, :] * (R // 2)
+            mask = valid[None, :] & (row < R // 2)[:, None]
+        else:
+            result = sums * tl.load(topk_weights + slot, mask=valid, other=0.0)[None, :]
             row = first_row + tl.arange(0, BM)
+            target = out + slot.to(tl.int64)[None, :] * R
             mask = valid[None, :] & (row < R)[:, None]
-            tl.store(out + slot.to(tl.int64)[None, :] * R + row[:, None], result.to(out.dtype.element_ty), mask=mask)
+        tl.store(target + row[:, None], result.to(out.dtype.element_ty), mask=mask)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from npu_gptoss.kernels.gluon_names import barrier, load_elements
+from npu_gptoss.kernels.gluon_names import add, barrier, barriers, load_elements
 from npu_gptoss.moe.activation import ALPHA as SWIGLU_ALPHA
 from npu_gptoss.moe.triton import layout
 from npu_gptoss.moe.triton.device import OPEN_MXFP4
@@ -37,18 +37,13 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _groups(ends, BE: gl.constexpr, COLUMNS: gl.constexpr):
     """Returns where each group begins and ends, and the number of the first tile of the next group, [BE] each."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     e = gl.arange(0, BE, LINE)
     end = gl.load(ends + e)
     start = gl.load(ends + e - 1, mask=e > 0, other=0)
-    return e, start, end, gl.associative_scan(gl.cdiv(end - start, COLUMNS), 0, _add)
+    return e, start, end, gl.associative_scan(gl.cdiv(end - start, COLUMNS), 0, add)
 
 
 @gluon.jit
@@ -273,11 +268,8 @@ def product(
     )
     word_tiles = gl.allocate_shared_memory(gl.uint16, [STAGES, 2 * HEIGHT, WORDS], PLAIN)
     scale_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * HEIGHT], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=128)  # threads of the producer
-        mbarrier.init(empty.index(stage), count=2)
+    full = barriers(STAGES, 128)  # threads of the producer
+    empty = barriers(STAGES, 2)
     fence_async_shared()
     barrier()
     gl.warp_specialize(

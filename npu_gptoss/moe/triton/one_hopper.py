@@ -57,9 +57,9 @@ lop3.b32 $3, t, 0x80C080C0, d, 0xEA;
 
 
 @gluon.constexpr_function
-def over_warps(base, warps):
-    """Bases of a layout beyond a warp of 16 rows, over 1, 2 or 4 warps; base: a step of 16 rows."""
-    return [[each * n for each in base] for n in (1, 2) if n < warps]
+def doublings(base, first, end):
+    """Steps of a layout along one dimension: first times base, twice that and so on, below end."""
+    return [[each * n for each in base] for n in (2**i for i in range(12)) if first <= n < end]
 
 
 @gluon.constexpr_function
@@ -67,7 +67,7 @@ def words_layout(warps):
     """[16 rows a warp, 64 words]: four lanes share a row; each has 8 words side by side of every two tiles' 32."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        over_warps([16, 0], warps), [], [16 * warps, 64],
+        doublings([16, 0], 1, warps), [], [16 * warps, 64],
     )
 
 
@@ -76,7 +76,7 @@ def inputs_layout(warps):
     """[tile of two, group, 32 inputs]: a lane has its column's group, and the half of it that its words stand for."""
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 16]], [[0, 0, 8], [1, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        over_warps([0, 0, 0], warps), [], [2, 8, 32],
+        doublings([0, 0, 0], 1, warps), [], [2, 8, 32],
     )
 
 

@@ -63,8 +63,8 @@ class OneTiles:
     """A tile of `one_hopper`: 16 rows of weights for each warp.
 
     deep, down_deep: steps of 256 inputs that a thread holds in its registers, in gate_up and in down.
-    splits: shares of the inputs that `down` sums apart. registers: of a thread, at most; what three programs leave no
-    fourth (see TABLE) and need no shared memory for.
+    splits: shares of the inputs that `down` sums apart. registers: of a thread, at most: what three programs
+    leave no room for a fourth with.
     """
 
     warps: int
