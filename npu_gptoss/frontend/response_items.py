@@ -174,6 +174,7 @@ class _Reader:
     find: Callable[[str], Mapping[str, Any] | None]
     warnings: list[str]
     left_out: set[str] = field(default_factory=set)  # kinds
+    waiting: dict[str, list[str]] = field(default_factory=dict)  # calls without a result, by id, which they may share
 
     def messages(self, place: str, item: Any) -> list[Message]:
         fields = fields_of(item)
@@ -211,6 +212,8 @@ class _Reader:
         role, content, path = fields.get("role"), fields.get("content"), f"{place}.content"
         if role not in ROLES:
             raise expected(f"{place}.role", ", ".join(ROLES), role)
+        if role == "user":
+            self.waiting.clear()
         if fields.get("tool_calls"):  # a chat's message
             raise expected(f"{place}.tool_calls", "an item of type function_call for each call", fields["tool_calls"])
         if role == "assistant":
@@ -230,14 +233,16 @@ class _Reader:
 
     def _name(self, place: str, fields: Mapping[str, Any], name: str) -> None:
         """Records a call's function: a result names the call's id, and with some clients the item's."""
-        call_id = "call_id" if fields.get("call_id") or not fields.get("id") else "id"
-        self.names[text_field(fields, call_id, place)] = name
+        call_id = text_field(fields, "call_id" if fields.get("call_id") or not fields.get("id") else "id", place)
+        self.names[call_id] = name
+        self.waiting.setdefault(call_id, []).append(name)
         if isinstance(fields.get("id"), str):
             self.names.setdefault(fields["id"], name)
 
     def _result(self, place: str, fields: Mapping[str, Any], kind: str) -> list[Message]:
         call_id = fields.get("call_id") or fields.get("id")
-        name = self.names.get(call_id) if isinstance(call_id, str) else None
+        key = call_id if isinstance(call_id, str) else ""
+        name = self.waiting[key].pop(0) if self.waiting.get(key) else self.names.get(key)
         if name is None:
             raise expected(
                 f"{place}.call_id",

@@ -255,6 +255,16 @@ def call_of(number: int) -> list[dict[str, Any]]:
     ]
 
 
+def test_calls_that_share_an_id_lose_their_results_to_the_last(prompt):
+    """Each turn of an agent may count its calls anew, and one without a result is none's before the next question."""
+    calls = [{"type": "function_call", "call_id": "c1", "name": name, "arguments": "{}"} for name in ("now", "look")]
+    results = [RESULT | {"output": f"of {each['name']}"} for each in calls]
+    text, _ = prompt(input=[*([USER, *calls, *results] * 2), USER, calls[0], USER, calls[1], results[1]])
+    for call, count in zip(calls, (2, 3), strict=True):
+        written = f"of {call['name']}<|end|>"
+        assert text.count(f"functions.{call['name']} to=assistant<|channel|>commentary<|message|>{written}") == count
+
+
 def test_truncation_drops_instructions_the_question_or_half_of_a_call(encoder):
     """OpenAI's "auto": items go from the beginning. An agent's question is older than its calls."""
     history = [{"role": "user", "content": "old " * 20}, {"role": "assistant", "content": "said " * 20}]
