@@ -30,7 +30,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def mean_interval(scores: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Returns the mean of shares (right, total): the distances to Wilson's ends, squared and added (Newcombe 1998)."""
+    """The interval of a mean of shares (right, total): distances to Wilson's ends, squared, added (Newcombe 1998)."""
     mean = sum(right / total for right, total in scores) / len(scores)
     ends = [(right / total, *wilson(right, total)) for right, total in scores]
     low, high = (math.sqrt(sum((share[0] - share[end]) ** 2 for share in ends)) / len(scores) for end in (1, 2))

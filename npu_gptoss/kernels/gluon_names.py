@@ -36,6 +36,6 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 def descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a contiguous bfloat16 matrix in tiles of `rows` by `columns`, as products want them in shared memory."""
+    """Describes a contiguous bfloat16 matrix in tiles of `rows` by `columns`, as products want them in memory."""
     block = [rows, columns]
     return TensorDescriptor.from_tensor(matrix, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
